@@ -1,0 +1,336 @@
+"""The config sections that this package registers, as plain dataclasses (no torch here).
+
+The text under each field is its help. `[fault_tolerance]` carries TorchTitan's own keys with
+TorchTitan's spelling and defaults, then ours for what TorchTitan hides; a test keeps the first
+part equal to TorchTitan's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True, slots=True)
+class JobSection:
+    config_file: str = ""
+    """TOML file of the job: a path, or the name of one shipped with the package."""
+
+    module: str = "torchtitan_rl_ft"
+    """Module whose config registry gives the base config (TorchTitan's --module)."""
+
+    config: str = "rl_ft"
+    """Function of that registry (TorchTitan's --config)."""
+
+    dump_folder: str = "./outputs/rl_ft"
+    """The run folder itself."""
+
+    description: str = ""
+    """Free text, copied into config.resolved.json."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSection:
+    name: str = "qwen3"
+    """Model family, as TorchTitan names it."""
+
+    flavor: str = "tiny"
+    """"tiny": made by this package in the run folder; "hf": derived from config.json in
+    hf_assets_path; else a flavor of TorchTitan's registry."""
+
+    hf_assets_path: str = ""
+    """Directory with config.json, tokenizer and safetensors. Empty with flavor "tiny"."""
+
+    init_seed: int = 0
+    """Seed of the random weights of flavor "tiny"."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FaultToleranceSection:
+    # TorchTitan's keys ------------------------------------------------------------------
+    enable: bool = False
+    """Run replica groups under torchft."""
+
+    process_group: str = "gloo"
+    """Backend between replica groups: gloo or nccl."""
+
+    process_group_timeout_ms: int = 10000
+    """A collective between replica groups that takes longer fails and the step is retried."""
+
+    replica_id: int = 0
+    """This replica group's id, counted from 0."""
+
+    group_size: int = 0
+    """Number of replica groups. 0: auto, as many as the job starts (`replica_groups`)."""
+
+    min_replica_size: int = 1
+    """Fewest groups that may commit a step. Below it training waits."""
+
+    semi_sync_method: str | None = None
+    """None, "local_sgd" or "diloco"."""
+
+    sync_steps: int = 5
+    """Inner steps between outer syncs (semi-sync only)."""
+
+    should_quantize: bool = False
+    """Quantize the outer all-reduce (semi-sync only)."""
+
+    fragment_sync_delay: int = 0
+    """Inner steps between issuing and applying a fragment's sync (semi-sync only)."""
+
+    fragment_update_alpha: float = 0.0
+    """Share of the local parameters kept at a sync (semi-sync only)."""
+
+    module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
+    """Modules of each fragment (semi-sync only)."""
+
+    num_fragments: int = 1
+    """Number of model fragments (diloco only)."""
+
+    # Ours -------------------------------------------------------------------------------
+    replica_groups: int = 2
+    """Replica groups that `torchtitan run` starts."""
+
+    ranks_per_group: int = 1
+    """Processes (ranks) of one replica group."""
+
+    heartbeat_interval_ms: int = 100
+    """How often a group's manager tells the lighthouse that it lives."""
+
+    heartbeat_timeout_ms: int = 5000
+    """Silence after which the lighthouse takes a group for dead."""
+
+    join_timeout_ms: int = 1000
+    """How long the lighthouse waits for stragglers once a quorum is possible."""
+
+    quorum_tick_ms: int = 50
+    """How often the lighthouse looks for a quorum."""
+
+    lighthouse_min_replicas: int = 0
+    """Smallest quorum the lighthouse forms. 0: min_replica_size, the only legal value else."""
+
+    quorum_timeout_s: int = 300
+    """How long a group waits for a quorum before it ends."""
+
+    quorum_retries: int = 299
+    """Tries within quorum_timeout_s; the pause after a lighthouse restart is
+    quorum_timeout_s / (quorum_retries + 1)."""
+
+    connect_timeout_s: int = 20
+    """Limit for connecting to manager and lighthouse."""
+
+    manager_timeout_s: int = 60
+    """Limit for commit votes and for healing transfers."""
+
+    max_commit_retries: int = 20
+    """Refused commits in a row with unchanged members before a group gives up."""
+
+    outer_lr: float = 0.7
+    """Learning rate of the outer optimizer (diloco only)."""
+
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer optimizer (diloco only)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RLSection:
+    mode: Literal["sync", "semi_async", "async"] = "sync"
+    """Share of a batch that must be rolled out by the newest policy, the one of the step
+    before: sync 1, semi_async `start_fraction`, async 0."""
+
+    start_fraction: float = 0.5
+    """See mode (semi_async only)."""
+
+    max_policy_age: int = 0
+    """Largest number of policy versions between a sample's generation and its training.
+    Judged when a batch is sealed; older samples are dropped and counted."""
+
+    groups_per_step: int = 16
+    """Prompt groups of one batch."""
+
+    samples_per_prompt: int = 8
+    """Samples of one prompt group."""
+
+    loss: Literal["grpo", "tis"] = "grpo"
+    """grpo: clipped importance ratio. tis: truncated importance weight on the policy gradient."""
+
+    clip_ratio_low: float = 0.2
+    """Lower clip: the ratio is kept above 1 - clip_ratio_low."""
+
+    clip_ratio_high: float = 0.2
+    """Upper clip: the ratio is kept below 1 + clip_ratio_high."""
+
+    ratio_cap: float = 2.0
+    """Truncation of the importance ratio itself."""
+
+    kl_coef: float = 0.0
+    """Weight of the KL term to the reference policy. 0: no reference is loaded."""
+
+    kl_reference: str = ""
+    """HF directory of the reference policy. Empty: the initial model."""
+
+    advantage_norm: Literal["std", "none"] = "std"
+    """Divide group-centred rewards by their standard deviation, or not (Dr. GRPO)."""
+
+    loss_norm: Literal["token", "sample"] = "token"
+    """Normalise by all trained tokens of the batch, or per sample first."""
+
+    data_source: str = "torchtitan_rl_ft.rollout.tasks.sorting:SortDigits"
+    """module:name of the prompt source (rollout/protocols.py: DataSource)."""
+
+    reward: str = "torchtitan_rl_ft.rollout.tasks.sorting:reward"
+    """module:name of the reward (rollout/protocols.py: Reward)."""
+
+    filter: str = ""
+    """module:name of a filter of prompt groups (rollout/protocols.py: GroupFilter)."""
+
+    seed: int = 0
+    """Seed of prompts and sampling."""
+
+    eval_prompts: int = 100
+    """Held-out prompts answered greedily at the end. 0: no evaluation."""
+
+    max_prompt_failures: int = 3
+    """Failed generations of a prompt before its group is dropped."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutSection:
+    # slime's knobs, by name ---------------------------------------------------------------
+    health_check_first_wait: float = 600.0
+    """Seconds after a (re)start or resume before an engine is probed in the background."""
+
+    health_check_interval: float = 600.0
+    """Seconds between background probes."""
+
+    health_check_timeout: float = 600.0
+    """Seconds within which a probe must be answered."""
+
+    cleanup_timeout: float = 60.0
+    """Seconds for all clean-up together."""
+
+    session_id: str = ""
+    """Name of the serving session. Empty: chosen by rule (see docs)."""
+
+    data_dir: str = ""
+    """Folder of queues and dumps of the session."""
+
+    queue_run_id: str = ""
+    """Id of the run inside data_dir."""
+
+    save_debug_rollout_data: str = ""
+    """Template of dump files, with {rollout_id}."""
+
+    load_debug_rollout_data: str = ""
+    """Template of dump files to train from instead of generating."""
+
+    # Engines ----------------------------------------------------------------------------
+    engines: int = 2
+    """SGLang engines."""
+
+    engine_args: list[str] = field(default_factory=list)
+    """More arguments for each SGLang server, as on its command line."""
+
+    engine_python: str = ""
+    """Interpreter that runs SGLang. Empty: this one."""
+
+    engine_start_timeout_s: float = 300.0
+    """Limit for an engine to come up."""
+
+    engine_max_restarts: int = 3
+    """Starts of one engine within engine_restart_window_s before its slot is given up."""
+
+    engine_restart_window_s: float = 600.0
+    """See engine_max_restarts."""
+
+    min_engines: int = 1
+    """Fewest engines that must serve."""
+
+    request_timeout_s: float = 120.0
+    """Limit for one generate request."""
+
+    max_concurrent_groups: int = 64
+    """Prompt groups in flight."""
+
+    # Sampling ---------------------------------------------------------------------------
+    temperature: float = 1.0
+    """Sampling temperature."""
+
+    top_p: float = 1.0
+    """Nucleus mass."""
+
+    top_k: int = -1
+    """Number of candidate tokens; -1: all."""
+
+    max_response_tokens: int = 16
+    """Longest answer, in tokens."""
+
+    max_prompt_tokens: int = 64
+    """Longest prompt, in tokens; longer ones are dropped with a reason."""
+
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end an answer, beside the tokenizer's end token."""
+
+    # Weights ----------------------------------------------------------------------------
+    weight_transport: Literal["auto", "disk", "nixl"] = "auto"
+    """How policies travel to engines."""
+
+    pause_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests when an engine takes a new version."""
+
+    install_timeout_s: float = 120.0
+    """Limit for installing one version on one engine."""
+
+    publish_buffer_mb: int = 256
+    """Buffer in which weights are gathered, tensor by tensor."""
+
+    # Journal ----------------------------------------------------------------------------
+    journal: bool = True
+    """Keep every accepted sample on disk before it is trained on."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecoverySection:
+    auto_continue_train: bool = False
+    """Resume from the newest complete checkpoint and the journal of the run folder."""
+
+    exit_on_missing_checkpoint: bool = False
+    """With auto_continue_train: refuse to start fresh."""
+
+    role_max_restarts: int = 3
+    """Restarts of one role within role_restart_window_s before the job ends."""
+
+    role_restart_window_s: float = 600.0
+    """See role_max_restarts."""
+
+    batch_wait_timeout_s: float = 600.0
+    """How long a trainer waits for a sealed batch before it ends."""
+
+    max_numeric_refusals: int = 3
+    """Refusals of one batch on numeric grounds before the job stops."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OtelSection:
+    endpoint: str = ""
+    """OTLP/HTTP endpoint. Empty: no export."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ChaosSection:
+    enable: bool = False
+    """Inject faults (benchmarks and tests only)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sections:
+    """The registered sections of a job, resolved."""
+
+    job: JobSection = field(default_factory=JobSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    fault_tolerance: FaultToleranceSection = field(default_factory=FaultToleranceSection)
+    rl: RLSection = field(default_factory=RLSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    recovery: RecoverySection = field(default_factory=RecoverySection)
+    otel: OtelSection = field(default_factory=OtelSection)
+    chaos: ChaosSection = field(default_factory=ChaosSection)

@@ -1,0 +1,147 @@
+"""The one record of a run: every state change is one line of `events.jsonl`.
+
+ETTR, metrics, the console, reports and the simulator are derived from these lines and from
+nothing else. Any process of the run may append: a line is one `write` on an O_APPEND
+descriptor, so lines of several processes never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Kind(StrEnum):
+    """What happened. A new kind is added here and nowhere else."""
+
+    RUN = "run"  # phase: start, resume, reattach, end; cause: outcome
+    SPAWN = "spawn"  # a process was started; data: pid, start_time, log
+    READY = "ready"  # a role answers; data: url
+    EXIT = "exit"  # a process ended; data: pid, returncode, signal; cause
+    RESTART = "restart"  # a role is being started again; data: attempt, delay_s
+    TRANSITION = "transition"  # a state machine moved; data: subject, old, new; cause
+    FAULT = "fault"  # something was found broken; data: subject; cause
+    PHASE = "phase"  # a role entered a phase; phase, step
+    ISSUE = "issue"  # prompts were drawn from the data source; data: groups
+    ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group
+    DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
+    SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens
+    QUORUM = "quorum"  # data: quorum_id, participants, rank, members
+    HEAL = "heal"  # state was fetched from a peer; data: from_step
+    BEGIN = "begin"  # the ledger's answer to begin; cause; data: decision
+    REFUSE = "refuse"  # a commit was refused; cause
+    COMMIT = "commit"  # step; data: batch, token, participants, reporter
+    CONFIRM = "confirm"  # another group reported the same commit
+    SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step
+    PUBLISH = "publish"  # a policy version was announced; version, step
+    INSTALL = "install"  # an engine holds a version, verified; version; data: slot
+    CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
+    RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
+    EVAL = "eval"  # greedy evaluation; data: reward, prompts
+    WARN = "warn"  # suspicious, the run goes on; cause
+    CHAOS = "chaos"  # a fault was injected; data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line. `wall_s` is Unix time; `mono_s` is the host's monotonic clock (same for all
+    processes of a host), the one to subtract."""
+
+    wall_s: float
+    mono_s: float
+    run: str
+    role: str  # supervisor, lighthouse, serving, rollout, trainer
+    name: str  # the process: "trainer-1", "serving", ...
+    attempt: int
+    pid: int
+    kind: Kind
+    phase: str | None = None
+    cause: str | None = None
+    step: int | None = None
+    version: int | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_line(self) -> bytes:
+        fields = {k: v for k, v in asdict(self).items() if v is not None and v != {}}
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+class EventSink(Protocol):
+    """What code that reports state changes takes; tests pass a list-backed one."""
+
+    def emit(
+        self,
+        kind: Kind,
+        *,
+        phase: str | None = None,
+        cause: str | None = None,
+        step: int | None = None,
+        version: int | None = None,
+        **data: Any,
+    ) -> None: ...
+
+
+class EventLog:
+    """Appends the events of one process to `events.jsonl`."""
+
+    def __init__(self, path: Path, *, run: str, role: str, name: str, attempt: int = 1) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._run, self._role, self._name, self._attempt = run, role, name, attempt
+
+    def emit(
+        self,
+        kind: Kind,
+        *,
+        phase: str | None = None,
+        cause: str | None = None,
+        step: int | None = None,
+        version: int | None = None,
+        **data: Any,
+    ) -> None:
+        event = Event(
+            wall_s=time.time(),
+            mono_s=time.monotonic(),
+            run=self._run,
+            role=self._role,
+            name=self._name,
+            attempt=self._attempt,
+            pid=os.getpid(),
+            kind=kind,
+            phase=phase,
+            cause=cause,
+            step=step,
+            version=version,
+            data=data,
+        )
+        os.write(self._fd, event.to_line())
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class EventList:
+    """An EventSink that keeps events in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Events of a file in order. A torn last line (no newline, or not JSON) ends the iteration."""
+    known = Event.__dataclass_fields__
+    with open(path, "rb") as f:
+        for line in f:
+            if not line.endswith(b"\n"):
+                return
+            fields = {k: v for k, v in json.loads(line).items() if k in known}
+            yield Event(**{**fields, "kind": Kind(fields["kind"])})

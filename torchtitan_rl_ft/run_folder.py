@@ -1,0 +1,196 @@
+"""The run folder: where a job's files are, and how roles find one another through it.
+
+Layout (`job.dump_folder` is the run folder itself):
+
+    config.resolved.json   every value and where it came from
+    events.jsonl           one line per state change (see observability/events.py)
+    metrics.jsonl          one object per committed step
+    journal/               ledger and sealed batches (SQLite, WAL)
+    checkpoint/            TorchTitan checkpoints, step-N/
+    weights/               published policies, newest last
+    model/                 the tiny model directory, when the job makes its own
+    roles/<name>.json      address, pid and start time of each role that is up
+    logs/<name>/attempt_<n>.log
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+TOKEN_ENV = "TORCHTITAN_RL_FT_TOKEN"
+RUN_ENV = "TORCHTITAN_RL_FT_RUN"
+ATTEMPT_ENV = "TORCHTITAN_RL_FT_ATTEMPT"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` so that a reader sees the old or the new bytes, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temp, path)
+    except BaseException:
+        Path(temp).unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make renames inside `path` durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process named so that a reused pid is not mistaken for it."""
+
+    pid: int
+    start_time: float
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Raises psutil.NoSuchProcess."""
+        return cls(pid, psutil.Process(pid).create_time())
+
+    @classmethod
+    def current(cls) -> ProcessId:
+        return cls.of(os.getpid())
+
+    def alive(self) -> bool:
+        """True while this very process exists and is not a zombie."""
+        try:
+            process = psutil.Process(self.pid)
+            return (
+                abs(process.create_time() - self.start_time) < 0.05
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True)
+class RoleAddress:
+    """What `roles/<name>.json` holds. `url` has no trailing slash; for the lighthouse it is torchft's."""
+
+    name: str  # "lighthouse", "serving", "rollout", "trainer-0", ...
+    url: str
+    pid: int
+    start_time: float
+    attempt: int
+    host: str
+
+    def alive(self) -> bool:
+        """False only when the role ran on this host and is gone."""
+        if self.host != socket.gethostname():
+            return True
+        return ProcessId(self.pid, self.start_time).alive()
+
+
+class RunFolder:
+    """Paths of one run and the registry of its roles."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.path / "config.resolved.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def log_file(self, name: str, attempt: int) -> Path:
+        return self.path / "logs" / name / f"attempt_{attempt}.log"
+
+    # Roles ------------------------------------------------------------------------------
+
+    def register(self, name: str, url: str, attempt: int | None = None) -> RoleAddress:
+        """Announce the calling process as role `name`, ready at `url`."""
+        me = ProcessId.current()
+        if attempt is None:
+            attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
+        address = RoleAddress(name, url, me.pid, me.start_time, attempt, socket.gethostname())
+        write_atomic(self._role_file(name), json.dumps(asdict(address), indent=1).encode())
+        return address
+
+    def unregister(self, name: str) -> None:
+        self._role_file(name).unlink(missing_ok=True)
+
+    def role(self, name: str) -> RoleAddress | None:
+        """The registered address of `name`, dead or alive; None when it never came up."""
+        try:
+            return RoleAddress(**json.loads(self._role_file(name).read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    def roles(self) -> list[RoleAddress]:
+        files = sorted((self.path / "roles").glob("*.json"))
+        found = [self.role(f.stem) for f in files]
+        return [r for r in found if r is not None]
+
+    def _role_file(self, name: str) -> Path:
+        return self.path / "roles" / f"{name}.json"
+
+    # Token ------------------------------------------------------------------------------
+
+    def token(self, create: bool = False) -> str:
+        """The run's secret for every HTTP route.
+
+        From the environment, else from a private file *outside* the run folder, so that no
+        output file holds it. Raises FileNotFoundError when there is none and `create` is off.
+        """
+        if value := os.environ.get(TOKEN_ENV):
+            return value
+        path = self._token_file()
+        if create and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "w") as f:
+                f.write(secrets.token_urlsafe(24))
+        try:
+            return path.read_text()
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"no token for the run in {self.path}: set {TOKEN_ENV}, or start the job with "
+                "`torchtitan run` on this machine first"
+            ) from None
+
+    def forget_token(self) -> None:
+        self._token_file().unlink(missing_ok=True)
+
+    def _token_file(self) -> Path:
+        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        name = str(self.path).strip("/").replace("/", "%")
+        return Path(state) / "torchtitan_rl_ft" / f"{name[-200:]}.token"
