@@ -1,0 +1,1 @@
+"""Model directories that this package makes itself."""
