@@ -1,0 +1,148 @@
+"""The proof that a step trained each sample of its batch exactly once.
+
+Every participating rank fills a vector, the vectors are summed inside the group and over the
+groups, and every rank checks the same sum. A wrong split, a group on another batch, step or
+history, or a group that abstains makes the sum wrong for all, so all refuse the commit.
+Loss, metrics and anomaly flags ride along, so that all groups see the same numbers.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+
+from torchtitan_rl_ft.trainer.policy_loss import Stat
+
+HASH_BITS = 40  # 40-bit hashes of up to 8192 groups sum exactly in float64
+NONCE_BITS = 32
+
+
+class Slot(IntEnum):
+    """Fixed slots, before the statistics and the per-sample counts."""
+
+    GROUPS = 0  # one per group that takes part
+    ABSTAINED = 1  # groups that only kept the collective alive
+    STEP = 2
+    STATE_HASH = 3
+    BATCH_HASH = 4
+    NONCE = 5
+    NONFINITE = 6  # groups whose own loss or gradients were not finite
+    LOSS = 7
+
+
+HEAD = len(Slot) + len(Stat)
+
+
+class CoverageError(Exception):
+    """The sum over the groups does not prove the step."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What this group believes it is doing."""
+
+    step: int
+    token: str
+    digest: str
+    n_samples: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all groups agree on after the sum."""
+
+    groups: int
+    nonce: int
+    nonfinite: int
+    loss: float
+    stats: np.ndarray  # [len(Stat)] sums over all trained tokens
+
+
+def draw_nonce() -> int:
+    return secrets.randbits(NONCE_BITS)
+
+
+def fold(text: str) -> int:
+    """The hex digest or token `text` as a HASH_BITS integer."""
+    raw = bytes.fromhex(text) if _is_hex(text) else text.encode()
+    return int.from_bytes(raw[: HASH_BITS // 8], "little")
+
+
+def _is_hex(text: str) -> bool:
+    try:
+        return len(bytes.fromhex(text)) >= HASH_BITS // 8
+    except ValueError:
+        return False
+
+
+def fill(
+    claim: Claim,
+    samples: np.ndarray,
+    *,
+    nonce: int,
+    speaks: bool,
+    nonfinite: bool,
+    loss: float,
+    stats: torch.Tensor | None,
+) -> torch.Tensor:
+    """This rank's vector, float64 [HEAD + n_samples].
+
+    `speaks`: exactly one rank of the group carries the group's own slots.
+    """
+    vector = np.zeros(HEAD + claim.n_samples)
+    if speaks:
+        vector[Slot.GROUPS] = 1
+        vector[Slot.STEP] = claim.step
+        vector[Slot.STATE_HASH] = fold(claim.token)
+        vector[Slot.BATCH_HASH] = fold(claim.digest)
+        vector[Slot.NONCE] = nonce
+    vector[Slot.NONFINITE] = float(nonfinite)
+    vector[Slot.LOSS] = loss if np.isfinite(loss) else 0.0
+    if stats is not None:
+        numbers = stats.cpu().numpy()
+        vector[len(Slot) : HEAD] = np.where(np.isfinite(numbers), numbers, 0.0)
+    np.add.at(vector, HEAD + samples, 1)
+    return torch.from_numpy(vector)
+
+
+def abstain(n_samples: int, *, speaks: bool) -> torch.Tensor:
+    """The vector of a group that may not train: it makes every group's check fail at once,
+    instead of letting the others wait for it until their timeout."""
+    vector = torch.zeros(HEAD + n_samples, dtype=torch.float64)
+    vector[Slot.ABSTAINED] = float(speaks)
+    return vector
+
+
+def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
+    """Raises CoverageError unless the sum proves that `participants` groups on this very state,
+    step and batch trained every sample exactly once."""
+    v = total.cpu().numpy()
+    if v[Slot.ABSTAINED]:
+        raise CoverageError(f"{int(v[Slot.ABSTAINED])} group(s) abstained")
+    if v[Slot.GROUPS] != participants:
+        raise CoverageError(f"{v[Slot.GROUPS]:g} of {participants} groups took part")
+    for slot, own, what in (
+        (Slot.STEP, claim.step, "step"),
+        (Slot.STATE_HASH, fold(claim.token), "history"),
+        (Slot.BATCH_HASH, fold(claim.digest), "batch"),
+    ):
+        if v[slot] != participants * own:
+            raise CoverageError(f"groups disagree on the {what}")
+    counts = v[HEAD:]
+    if not np.all(counts == 1):
+        wrong = np.flatnonzero(counts != 1)
+        raise CoverageError(
+            f"{len(wrong)} of {len(counts)} samples not trained exactly once (first: sample "
+            f"{wrong[0]}, {counts[wrong[0]]:g} times)"
+        )
+    return Outcome(
+        groups=participants,
+        nonce=int(v[Slot.NONCE]),
+        nonfinite=int(v[Slot.NONFINITE]),
+        loss=float(v[Slot.LOSS]),
+        stats=v[len(Slot) : HEAD].copy(),
+    )
