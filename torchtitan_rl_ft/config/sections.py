@@ -19,7 +19,7 @@ class JobSection:
     module: str = "torchtitan_rl_ft"
     """Module whose config registry gives the base config (TorchTitan's --module)."""
 
-    config: str = "rl_ft"
+    config: str = "base"
     """Function of that registry (TorchTitan's --config)."""
 
     dump_folder: str = "./outputs/rl_ft"

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from torchtitan_rl_ft.replica.shards import local_shard
 
 BUCKET_BYTES = 32 * 1024 * 1024
-
-
-def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter or gradient that this rank holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

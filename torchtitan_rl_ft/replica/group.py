@@ -1,0 +1,194 @@
+"""One replica group in torchft's quorum, behind TorchTitan's `TorchFTManager` seam."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torchft
+from torch.distributed.distributed_c10d import ReduceOp
+from torchtitan.experiments.torchft.config import FaultTolerance
+from torchtitan.experiments.torchft.manager import TorchFTManager
+
+from torchtitan_rl_ft.replica.live_state import LiveState
+from torchtitan_rl_ft.replica.rendezvous import RendezvousClient
+from torchtitan_rl_ft.replica.state_transport import StateTransport
+
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+STATE_KEY = "rl"
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """The groups that train this step."""
+
+    participants: int
+    rank: int | None  # this group's place among them; None: takes no part
+    quorum_id: int  # as the lighthouse numbers it
+    members: list[str] = field(default_factory=list)
+    healed: bool = False  # this group just took a peer's state
+
+
+class ReplicaGroup(TorchFTManager):
+    """TorchTitan's manager with our timeouts, transport and rendezvous.
+
+    The quorum is synchronous: after `start_quorum` this group is healed and takes part, nothing
+    of a peer's state arrives later in the step, and no state is read while FSDP computes. That
+    costs one round trip to the lighthouse per step and closes the races of the asynchronous mode.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FaultTolerance):
+        replica_groups: int = 2
+        ranks_per_group: int = 1
+        heartbeat_interval_ms: int = 100
+        heartbeat_timeout_ms: int = 5000
+        join_timeout_ms: int = 1000
+        quorum_tick_ms: int = 50
+        lighthouse_min_replicas: int = 0
+        quorum_timeout_s: int = 300
+        quorum_retries: int = 299
+        connect_timeout_s: int = 20
+        manager_timeout_s: int = 60
+        max_commit_retries: int = 20
+        outer_lr: float = 0.7
+        outer_momentum: float = 0.9
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.replica_id = config.replica_id
+        self.group_size = config.group_size
+        self.use_async_quorum = False
+        self._manager: torchft.Manager | None = None
+        self._client: RendezvousClient | None = None
+        if config.enable:
+            # No manager yet: one that beats without asking for a quorum counts against the
+            # majority. `join` makes it, once the group is ready to train.
+            _require_lighthouse()
+
+    @property
+    def enabled(self) -> bool:
+        return self.config.enable
+
+    def get_dp_info(self, dp_degree: int, dp_rank: int) -> tuple[int, int]:
+        """A batch belongs to a step, not to a replica group: groups never enter data parallelism."""
+        return dp_degree, dp_rank
+
+    def maybe_set_all_reduce_hook(self, model_parts: list[torch.nn.Module]) -> None:
+        """Gradients are summed after the last micro-batch instead (trainer/gradients.py)."""
+
+    def join(self, state: LiveState, token: str, step: int) -> None:
+        """Build the manager and announce this group. `step`: commits that its state holds."""
+        if not self.enabled:
+            return
+        c = self.config
+        timeout = timedelta(seconds=c.manager_timeout_s)
+        # torchft takes its limits from the environment; ours are config.
+        host = os.environ.get("TORCHTITAN_RL_FT_HOST", "127.0.0.1")
+        self._manager = torchft.Manager(
+            pg=_process_group(c),
+            min_replica_size=c.min_replica_size,
+            load_state_dict=None,
+            state_dict=None,
+            use_async_quorum=False,
+            # Replica ids sort as strings.
+            replica_id=f"torchtitan_ft_{c.replica_id:05d}",
+            timeout=timeout,
+            quorum_timeout=timedelta(seconds=c.quorum_timeout_s),
+            connect_timeout=timedelta(seconds=c.connect_timeout_s),
+            heartbeat_interval=timedelta(milliseconds=c.heartbeat_interval_ms),
+            quorum_retries=c.quorum_retries,
+            hostname=host,
+            checkpoint_transport=StateTransport(host, token, timeout),
+            # All groups load the same initial weights from file.
+            init_sync=False,
+            # Retries are counted by the trainer, while the members are unchanged.
+            max_retries=None,
+        )
+        self._client = RendezvousClient(self._manager._client)
+        self._manager._client = self._client  # type: ignore[assignment]
+        self._manager.register_state_dict_fn(STATE_KEY, state.load_state_dict, state.state_dict)
+        self.set_step(step)
+
+    def set_step(self, step: int) -> None:
+        """Tell torchft how many commits this state holds; 0 makes the next quorum heal it."""
+        if self._manager is not None:
+            committed = self._manager.batches_committed()
+            self._manager.load_state_dict({"step": step, "batches_committed": committed})
+
+    def start_quorum(self) -> Quorum:
+        """Wait for a quorum and, when behind, take a peer's state.
+
+        Raises RuntimeError or TimeoutError when no quorum forms within the limits.
+        """
+        if self._manager is None:
+            return Quorum(participants=1, rank=0, quorum_id=0)
+        self._manager.start_quorum(allow_heal=True)
+        assert self._client is not None and self._client.latest is not None
+        latest = self._client.latest
+        return Quorum(
+            participants=self._manager.num_participants(),
+            rank=self._manager.participating_rank(),
+            quorum_id=latest.lighthouse_quorum_id,
+            members=list(latest.replica_ids),
+            healed=bool(latest.heal) and self._manager.errored() is None,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """Start the sum of `tensor` over the groups, in place; returns its wait.
+
+        A failure never raises: it is kept and refuses the commit.
+        """
+        if self._manager is None:
+            return lambda: None
+        work = self._manager.allreduce(tensor, reduce_op=ReduceOp.SUM)
+        return lambda: _wait(work)
+
+    def report_error(self, error: Exception) -> None:
+        if self._manager is not None:
+            self._manager.report_error(error)
+
+    def errored(self) -> Exception | None:
+        """The first failure of this step."""
+        wrapped = self._manager.errored() if self._manager is not None else None
+        return wrapped.original_exception if wrapped is not None else None
+
+    def should_commit(self, local: bool) -> bool:
+        """The group's vote: True only when every rank says so and enough groups take part."""
+        if self._manager is None:
+            return local
+        if not local and self._manager.errored() is None:
+            self._manager.report_error(RuntimeError("this rank refuses the step"))
+        return self._manager.should_commit()
+
+    def leave(self) -> None:
+        """Stop beating, so that the other groups do not wait a heartbeat timeout for us."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._manager = None
+
+
+def _wait(work: Any) -> None:
+    work.wait()
+
+
+def _process_group(config: ReplicaGroup.Config) -> Any:
+    timeout = timedelta(milliseconds=config.process_group_timeout_ms)
+    if config.process_group == "gloo":
+        return torchft.ProcessGroupGloo(timeout=timeout)
+    if config.process_group == "nccl":
+        return torchft.ProcessGroupNCCL(timeout=timeout)
+    raise ValueError(
+        f"fault_tolerance.process_group {config.process_group!r} is not one of gloo, nccl"
+    )
+
+
+def _require_lighthouse() -> None:
+    if not os.environ.get(LIGHTHOUSE_ENV):
+        raise RuntimeError(
+            f"no lighthouse: {LIGHTHOUSE_ENV} is not set and the run folder names none that is up"
+        )

@@ -1,0 +1,35 @@
+"""One trainer rank: TorchTitan's own entry point on the config of the run.
+
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=... MASTER_PORT=... \
+        python -m torchtitan_rl_ft.trainer.entry
+
+Same as `torchrun ... -m torchtitan.train --module torchtitan_rl_ft --config from_run`, with the
+CPU platform set up before TorchTitan is imported and errors of the set-up told in one line.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.platform import torchtitan_cpu
+
+
+def main() -> int:
+    torchtitan_cpu.install()
+    import torchtitan.train
+
+    from torchtitan_rl_ft.trainer.addresses import RunNotUp
+    from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
+
+    sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
+    try:
+        torchtitan.train.main()
+    except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
+        print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
+        return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The duty of announcing a new policy to serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
+
+from torchtitan_rl_ft.rpc.client import RoleClient
+from torchtitan_rl_ft.trainer.group_link import GroupLink
+from torchtitan_rl_ft.weights.publisher import Published, publish
+
+PUBLISH_DEADLINE_S = 60.0
+
+
+class PolicyPublisher:
+    """Writes the live parameters and hands them to serving; collective over the group."""
+
+    def __init__(
+        self,
+        *,
+        model_parts: list[torch.nn.Module],
+        adapter: BaseStateDictAdapter,
+        assets: Path,
+        folder: Path,
+        serving: RoleClient,
+        link: GroupLink,
+    ) -> None:
+        self._model = ModelWrapper(model_parts)
+        self._adapter = adapter
+        self._assets, self._folder = assets, folder
+        self._serving = serving
+        self._link = link
+
+    def publish(self, step: int, token: str) -> int:
+        """Returns the policy version that serving gave to (step, token).
+
+        Does not wait for engines: the trainer's step never depends on their number. Raises
+        NonFiniteWeights, OSError, RoleUnreachable, RoleRefused.
+        """
+        written = publish(
+            self._adapter.to_hf(self._model.state_dict()),
+            target=self._folder / f"step-{step}-{token[:8]}",
+            assets=self._assets,
+            step=step,
+            token=token,
+            writer=self._link.is_speaker,
+        )
+        return self._link.ask(lambda: self._announce(written, step, token))
+
+    def _announce(self, written: Published | None, step: int, token: str) -> int:
+        assert written is not None
+        answer = self._serving.post(
+            "/v1/publish",
+            {
+                "step": step,
+                "token": token,
+                "path": str(written.path),
+                "manifest_digest": written.manifest_digest,
+                "wait": "none",
+                "deadline_s": PUBLISH_DEADLINE_S,
+            },
+            deadline_s=PUBLISH_DEADLINE_S,
+        )
+        return int(answer["version"])

@@ -1,0 +1,556 @@
+"""The RL trainer: TorchTitan's fault-tolerant trainer fed from the journal.
+
+One call of `train_step` is one committed step, however many attempts it takes:
+
+    wait for a sealed batch -> quorum -> begin (the ledger) -> forward, backward on this rank's
+    view -> sums over the groups -> coverage proof -> commit vote -> optimizer -> report
+
+A refused attempt leaves no trace: parameters, optimizer, scheduler, RNG and data are untouched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import ModelWrapper
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
+
+from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.journal.client import LedgerClient
+from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Decision, SealedBatch, next_token
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.platform import torchtitan_cpu
+from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
+from torchtitan_rl_ft.replica.live_state import LiveState
+from torchtitan_rl_ft.rpc.client import RoleClient, RoleUnreachable
+from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.trainer import coverage
+from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
+from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, Result, Work
+from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
+from torchtitan_rl_ft.trainer.group_link import GroupLink
+from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
+from torchtitan_rl_ft.trainer.presence import Heartbeat, PhaseClock, event_sink, this_member
+from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
+from torchtitan_rl_ft.trainer.refusals import Refusals
+from torchtitan_rl_ft.trainer.rows import MicroBatch
+from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
+from torchtitan_rl_ft.trainer.step_metrics import step_metrics
+
+logger = logging.getLogger(__name__)
+
+REPORT_DEADLINE_S = 60.0
+POLL_S = 20.0
+RETRY_DELAY_S = 0.2
+
+
+class RunStopped(Exception):
+    """The ledger says that the run is over; `outcome` is done, failed or drained."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+
+
+class RLFaultTolerantTrainer(FaultTolerantTrainer):
+    """See the module. Hooks into TorchTitan: `init_distributed`, `train`, `train_step`,
+    `should_continue_training`, `state_dict`, `close`, and the components in Config."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FaultTolerantTrainer.Config):
+        fault_tolerance: ReplicaGroup.Config = field(default_factory=ReplicaGroup.Config)
+        dataloader: SealedBatchLoader.Config = field(default_factory=SealedBatchLoader.Config)
+        checkpoint: RLCheckpointManager.Config = field(default_factory=RLCheckpointManager.Config)
+        loss: PolicyLoss.Config = field(default_factory=PolicyLoss.Config)
+        rl: RLSection = field(default_factory=RLSection)
+        rollout: RolloutSection = field(default_factory=RolloutSection)
+        recovery: RecoverySection = field(default_factory=RecoverySection)
+
+    config: Config
+    ft_manager: ReplicaGroup
+    checkpointer: RLCheckpointManager
+
+    def __init__(self, config: Config) -> None:
+        self.run_folder = find_run(config.dump_folder)
+        require_roles(self.run_folder, ("rollout", "serving"))
+        self._token = self.run_folder.token()
+        if config.fault_tolerance.enable:
+            set_lighthouse(self.run_folder)
+        # This group's history: see journal/records.py.
+        self.committed_step = 0
+        self.history = GENESIS
+        self.tail: CommitRecord | None = None
+        super().__init__(config)
+        torchtitan_cpu.prepare_model(self.model_parts)
+        self.state = LiveState(self.model_parts, self.optimizers, self.lr_schedulers, self)
+        self.stopped: RunStopped | None = None
+        self.link = GroupLink()
+        self._connect()
+        self._build_step()
+        self.checkpointer.bind(self)
+
+    # Set-up -----------------------------------------------------------------------------
+
+    def init_distributed(self) -> ParallelDims:
+        parallel_dims = super().init_distributed()
+        # TorchTitan's fault-tolerant trainer predates this call of the base trainer.
+        dist_utils.set_spmd_backend(self.config.parallelism.spmd_backend)
+        return parallel_dims
+
+    def _connect(self) -> None:
+        self.member = this_member(self.config.fault_tolerance.replica_id)
+        self.events = event_sink(
+            self.run_folder, self.member.replica_id, speaks=self.link.is_speaker
+        )
+        self.clock = PhaseClock(self.events)
+        self.ledger = LedgerClient(self._client("rollout"))
+        self._heartbeat = Heartbeat(
+            LedgerClient(self._client("rollout")),
+            self.member,
+            lambda: (self.committed_step, self.history, self.clock.phase),
+        )
+
+    def _client(self, role: str) -> RoleClient:
+        return RoleClient(role, lambda: role_url(self.run_folder, role), self._token)
+
+    def _build_step(self) -> None:
+        config = self.config
+        parallel_dims = self.parallel_dims
+        mesh = parallel_dims.get_mesh("batch") if parallel_dims.dp_enabled else None
+        placement = Placement(
+            rank=mesh.get_local_rank() if mesh is not None else 0,
+            degree=mesh.size() if mesh is not None else 1,
+            group=mesh.get_group() if mesh is not None else None,
+            speaks=self.link.is_speaker,
+        )
+        assert isinstance(self.loss_fn, PolicyLoss)
+        self._attempt = Attempt(
+            group=self.ft_manager,
+            placement=placement,
+            parameters=self._parameters(),
+            loss=self.loss_fn,
+            forward_backward=self._forward_backward,
+            clip=self._clip,
+            enter=lambda phase: self.clock.enter(phase, self.committed_step + 1),
+            rows=config.training.local_batch_size,
+            seq_len=config.training.seq_len,
+            # Graph capture and compiled code want one shape; eager code is faster on short rows.
+            fixed_rows=config.compile.enable or not config.training.disable_cuda_graphs,
+        )
+        self._rank_seed = placement.rank
+        spec = config.model_spec
+        assert spec is not None and spec.state_dict_adapter is not None
+        self._adapter = spec.state_dict_adapter(self.model_config, config.hf_assets_path)
+        self._publisher = PolicyPublisher(
+            model_parts=self.model_parts,
+            adapter=self._adapter,
+            assets=Path(config.hf_assets_path),
+            folder=self.run_folder.weights,
+            serving=self._client("serving"),
+            link=self.link,
+        )
+        self._refusals = Refusals(config.fault_tolerance.max_commit_retries)
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
+
+    # The run ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """Train until the ledger says stop. Raises SystemExit with the run's exit code unless
+        the outcome is done."""
+        self._start()
+        try:
+            super().train()
+        finally:
+            self._heartbeat.stop()
+        assert self.stopped is not None
+        logger.info("Run is over (%s): %s", self.stopped.outcome, self.stopped)
+        if self.stopped.outcome == "failed":
+            raise SystemExit(ExitCode.FAILED)
+
+    def _start(self) -> None:
+        """Take the state that the ledger names, then join the quorum."""
+        attach = self.link.ask(
+            lambda: self.ledger.attach(self.member, deadline_s=self._role_deadline_s())
+        )
+        for reason in attach.skipped:
+            logger.warning("checkpoint skipped: %s", reason)
+        self._restore(attach.checkpoint)
+        self.ft_manager.join(self.state, self._token, self.committed_step)
+        self._heartbeat.start()
+
+    def _restore(self, checkpoint: dict[str, Any] | None) -> None:
+        """Load the named checkpoint, or the initial weights when there is none."""
+        if checkpoint is None:
+            self._load_initial_weights()
+            self.state.reset_optimizer()
+            self.committed_step, self.history, self.tail = 0, GENESIS, None
+            self.ntokens_seen = 0
+        else:
+            self.checkpointer.restore(int(checkpoint["step"]))
+            if self.history != checkpoint["token"]:
+                raise RuntimeError(
+                    f"checkpoint {checkpoint['path']} holds history {self.history}, the ledger "
+                    f"expects {checkpoint['token']}"
+                )
+            self.events.emit(Kind.RESTORE, step=self.committed_step, path=checkpoint["path"])
+        self._write_learning_rates()
+        self.step = self.committed_step
+
+    def _load_initial_weights(self) -> None:
+        """From `checkpoint.initial_load_path` where it is set, else from the model directory,
+        also with checkpoints switched off: all groups start from the same file."""
+        if self.checkpointer.enable and self.config.checkpoint.initial_load_path:
+            self.checkpointer.restore(-1)
+            return
+        model = ModelWrapper(self.model_parts)
+        weights = self._adapter.to_hf(model.state_dict())
+        dcp.load(
+            weights, storage_reader=self._adapter.get_hf_storage_reader(self.config.hf_assets_path)
+        )
+        model.load_state_dict(self._adapter.from_hf(weights))
+
+    def _write_learning_rates(self) -> None:
+        """A restored scheduler does not touch the optimizer's param groups by itself."""
+        for scheduler in self.lr_schedulers:
+            rates = scheduler.get_last_lr()
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    def should_continue_training(self) -> bool:
+        """Until the ledger says stop: after the last step there may be a policy to publish."""
+        return self.stopped is None
+
+    # One step ---------------------------------------------------------------------------
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """Returns when one more step is committed; `self.step` is then that step."""
+        try:
+            while not self._try_step():
+                pass
+        except RunStopped as e:
+            self.stopped = e
+            self.step = self.committed_step
+            # Peers would wait a heartbeat timeout for a group that sleeps in the quorum.
+            self.ft_manager.leave()
+            self.checkpointer.finish(wait=True)
+            # The base loop's way to end before the last step.
+            raise DataloaderExhaustedError from e
+
+    def _try_step(self) -> bool:
+        head = self._wait_for_batch()
+        self.clock.enter("quorum", self.committed_step + 1)
+        quorum = self._form_quorum()
+        nonce = coverage.draw_nonce() if self.link.is_speaker else 0
+        answer = self.link.ask(
+            lambda: self.ledger.begin(
+                self.member,
+                step=self.committed_step,
+                token=self.history,
+                tail=self.tail,
+                participants=quorum.participants,
+                quorum_id=quorum.quorum_id,
+                deadline_s=self._begin_deadline_s(),
+            )
+        )
+        decision = Decision(answer.decision)
+        if decision is Decision.STOP:
+            raise RunStopped("failed", answer.reason)
+        if decision is not Decision.GO:
+            self._stand_aside(quorum, decision, answer, head)
+            return False
+        batch = self._fetch(answer.batch_id, answer.digest)
+        claim = coverage.Claim(self.committed_step, self.history, answer.digest, batch.n_samples)
+        torch.manual_seed(self._step_seed())
+        result = self._attempt.run(Work(claim, batch, quorum, nonce))
+        if not result.committed:
+            self._refuse(batch, quorum, result)
+            return False
+        self._commit(batch, answer.digest, quorum, result)
+        return True
+
+    def _wait_for_batch(self) -> Any:
+        """Long-poll until the next batch is sealed, doing the duties that come up meanwhile."""
+        self.clock.enter("waiting_for_batch", self.committed_step + 1)
+        end = time.monotonic() + self.config.recovery.batch_wait_timeout_s
+        while True:
+            head = self.link.ask(
+                lambda: self.ledger.next_batch(
+                    self.committed_step,
+                    self.member.uuid,
+                    timeout_s=POLL_S,
+                    deadline_s=REPORT_DEADLINE_S,
+                )
+            )
+            if head.status == "stop":
+                raise RunStopped(head.outcome, head.reason)
+            if "publish" in head.duties:
+                self._publish()
+                continue
+            if head.status == "ready":
+                return head
+            if self.link.ask(lambda: time.monotonic() > end):
+                raise TimeoutError(
+                    f"no batch was sealed for step {self.committed_step + 1} within "
+                    f"recovery.batch_wait_timeout_s = {self.config.recovery.batch_wait_timeout_s:g}"
+                )
+
+    def _form_quorum(self) -> Quorum:
+        """Raises RuntimeError when a peer's state could not be taken: a group that cannot heal
+        would block the others and must end."""
+        before = self.committed_step
+        quorum = self.ft_manager.start_quorum()
+        if (error := self.ft_manager.errored()) is not None:
+            raise RuntimeError(f"joining the quorum failed: {error}") from error
+        if quorum.healed:
+            self.step = self.committed_step
+            self.events.emit(Kind.HEAL, step=self.committed_step, from_step=before)
+        self.events.emit(
+            Kind.QUORUM,
+            step=self.committed_step + 1,
+            quorum_id=quorum.quorum_id,
+            participants=quorum.participants,
+            rank=quorum.rank,
+            members=[m.split(":")[0] for m in quorum.members],
+        )
+        return quorum
+
+    def _stand_aside(self, quorum: Quorum, decision: Decision, answer: Any, head: Any) -> None:
+        """This group may not train now. Let the others see it at once, then do as told."""
+        if quorum.participants > 1:
+            self._attempt.abstain(self._fetch(head.batch_id, head.digest).n_samples)
+            self.optimizers.zero_grad()
+        if decision is Decision.HEAL:
+            self.ft_manager.set_step(0)
+        elif decision is Decision.RESTORE:
+            self._restore(answer.checkpoint)
+            self.ft_manager.set_step(self.committed_step)
+        logger.warning("standing aside (%s): %s", decision, answer.reason)
+        time.sleep(RETRY_DELAY_S)
+
+    def _refuse(self, batch: SealedBatch, quorum: Quorum, result: Result) -> None:
+        self.optimizers.zero_grad()
+        step = self.committed_step + 1
+        self.events.emit(
+            Kind.REFUSE, step=step, cause=result.cause, batch=batch.batch_id, members=quorum.members
+        )
+        logger.warning("step %d refused: %s", step, result.cause)
+        if self.link.ask(lambda: result.numeric):
+            action = self.link.ask(
+                lambda: self.ledger.refused(
+                    self.member,
+                    step=step,
+                    batch_id=batch.batch_id,
+                    cause=result.cause,
+                    numeric=True,
+                    deadline_s=REPORT_DEADLINE_S,
+                )
+            )
+            if action == "stop":
+                raise RunStopped("failed", f"step {step}: {result.cause}")
+        self._refusals.refused(step, quorum.members, result.cause)
+
+    def _commit(self, batch: SealedBatch, digest: str, quorum: Quorum, result: Result) -> None:
+        # From here on any exception ends the process: torchft's step has advanced, and a state
+        # without the update must never be offered to a peer.
+        self.clock.enter("optimizer", self.committed_step + 1)
+        rates = self.lr_schedulers.get_metrics()
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.optimizers.zero_grad()
+        assert result.outcome is not None
+        record = CommitRecord(
+            step=self.committed_step + 1,
+            batch_id=batch.batch_id,
+            digest=digest,
+            prev_token=self.history,
+            token=next_token(self.history, digest, result.outcome.nonce),
+            participants=quorum.participants,
+            quorum_id=quorum.quorum_id,
+        )
+        self.committed_step, self.history, self.tail = record.step, record.token, record
+        self.step = record.step
+        metrics = step_metrics(result.outcome, result.grad_norm, rates, self.clock.restart())
+        self._log(metrics)
+        self.clock.enter("report", record.step)
+        reply = self.link.ask(lambda: self._report(record, metrics))
+        if reply is not None and reply.status == "refused":
+            logger.warning("the ledger refused step %d: %s", record.step, reply.reason)
+            self.ft_manager.set_step(0)
+        elif reply is not None and "publish" in reply.duties:
+            self._publish()
+        self._first_step_done()
+
+    def _report(self, record: CommitRecord, metrics: dict[str, float]) -> Any:
+        """The ledger's reply; None when it stays silent. The commit is not lost: `begin` shows
+        the ledger our tail."""
+        try:
+            return self.ledger.committed(
+                self.member, record, metrics, deadline_s=REPORT_DEADLINE_S
+            )
+        except RoleUnreachable as e:
+            self.events.emit(Kind.WARN, cause=f"commit not reported: {e}", step=record.step)
+            return None
+
+    def _publish(self) -> None:
+        """A lost publish is offered again, to this group or another, when the lease is over."""
+        step, token = self.committed_step, self.history
+        self.clock.enter("publish", step)
+        try:
+            version = self._publisher.publish(step, token)
+        except RoleUnreachable as e:
+            self.events.emit(Kind.FAULT, cause=f"publish failed: {e}", step=step, subject="serving")
+            return
+        self.link.ask(
+            lambda: self.ledger.duty_done(
+                self.member,
+                kind="publish",
+                step=step,
+                token=token,
+                result={"version": version},
+                deadline_s=REPORT_DEADLINE_S,
+            )
+        )
+
+    def _first_step_done(self) -> None:
+        """Shorten the timeout of this group's collectives after this process's first step; the
+        base trainer does it at step 1 only, so never in a resumed run."""
+        if self._timeout_shortened or self.committed_step == 1:
+            self._timeout_shortened = True
+            return
+        self._timeout_shortened = True
+        dist_utils.set_pg_timeouts(
+            timeout=timedelta(seconds=self.config.comm.train_timeout_seconds),
+            parallel_dims=self.parallel_dims,
+        )
+
+    _timeout_shortened = False
+
+    # Computation ------------------------------------------------------------------------
+
+    def _forward_backward(self, rows: MicroBatch) -> torch.Tensor:
+        positions = rows.positions_BS.to(self.device)
+        return self.forward_backward_step(
+            input_dict={"input": rows.input_BS.to(self.device), "positions": positions},
+            labels=rows.labels_BSC.to(self.device),
+            # The loss weights divide by the global batch already.
+            global_valid_tokens=torch.ones((), device=self.device),
+        )
+
+    def _clip(self) -> torch.Tensor:
+        return dist_utils.clip_grad_norm_(
+            self._parameters(),
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+
+    def _step_seed(self) -> int:
+        """RNG as a function of run seed, step and rank: a retried or replayed step draws the same."""
+        seed = self.config.debug.seed or 0
+        text = f"{seed}|{self.committed_step}|{self._rank_seed}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+    def _fetch(self, batch_id: int, digest: str) -> SealedBatch:
+        data = self.ledger.batch(batch_id, digest, deadline_s=REPORT_DEADLINE_S)
+        self.ntokens_seen += data.n_tokens
+        return data
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        if self.metrics_processor.should_log(self.step):
+            self.metrics_processor.ntokens_since_last_log += int(metrics["trained_tokens"])
+            self.metrics_processor.data_loading_times.append(metrics["time/wait_batch_s"])
+            self.metrics_processor.log(
+                self.step, metrics["loss"], metrics["loss"], metrics["grad_norm"], {}
+            )
+
+    # Deadlines --------------------------------------------------------------------------
+
+    def _role_deadline_s(self) -> float:
+        return float(self.config.comm.init_timeout_seconds)
+
+    def _begin_deadline_s(self) -> float:
+        """Peers wait in the first collective for the slowest begin of a quorum."""
+        return max(2.0, 0.8 * self.config.fault_tolerance.process_group_timeout_ms / 1000)
+
+    # State ------------------------------------------------------------------------------
+
+    def progress(self) -> dict[str, Any]:
+        """What healing and checkpoints carry beside tensors."""
+        return {
+            "step": self.committed_step,
+            "ntokens_seen": self.ntokens_seen,
+            "token": self.history,
+            "tail": self.tail.to_json() if self.tail else None,
+        }
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        self.committed_step = self.step = int(progress["step"])
+        self.ntokens_seen = int(progress["ntokens_seen"])
+        self.history = progress["token"]
+        tail = progress["tail"]
+        self.tail = CommitRecord.from_json(tail) if tail else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.progress()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.load_progress(state_dict)
+
+    # Saving (checkpoint.SaveDuty) -------------------------------------------------------
+
+    @property
+    def token(self) -> str:
+        return self.history
+
+    @property
+    def is_writer(self) -> bool:
+        return self.link.is_speaker
+
+    def may_save(self, step: int) -> bool:
+        self.clock.enter("checkpoint", step)
+        return self.link.ask(
+            lambda: self.ledger.duty(
+                self.member,
+                kind="save",
+                step=step,
+                token=self.history,
+                deadline_s=REPORT_DEADLINE_S,
+            )
+        )
+
+    def saved(self, step: int, token: str, path: str) -> None:
+        self.events.emit(Kind.CHECKPOINT, step=step, path=path)
+        self.link.ask(
+            lambda: self.ledger.duty_done(
+                self.member,
+                kind="save",
+                step=step,
+                token=token,
+                result={"path": path},
+                deadline_s=REPORT_DEADLINE_S,
+            )
+        )
+
+    def close(self) -> None:
+        if hasattr(self, "_heartbeat"):
+            self._heartbeat.stop()
+        if hasattr(self, "ft_manager"):
+            self.ft_manager.leave()
+        super().close()

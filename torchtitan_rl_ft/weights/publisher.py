@@ -1,0 +1,147 @@
+"""Writing a policy as a Hugging Face directory, tensor by tensor.
+
+Every tensor is gathered, written and dropped before the next one, so neither the writer nor its
+peers ever hold the full model beside their shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchtitan_rl_ft.run_folder import fsync_dir
+from torchtitan_rl_ft.weights.manifest import Manifest, TensorEntry, write_manifest
+
+WEIGHTS_FILE = "model.safetensors"
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float64: "F64",
+}
+
+
+class NonFiniteWeights(Exception):
+    """A parameter is NaN or infinite; nothing was published."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A policy directory that is complete, manifest last."""
+
+    path: Path
+    manifest_digest: str
+    bytes: int
+
+
+def publish(
+    tensors: dict[str, torch.Tensor],
+    *,
+    target: Path,
+    assets: Path,
+    step: int,
+    token: str,
+    writer: bool,
+    dtype: torch.dtype | None = None,
+) -> Published | None:
+    """Write the HF-named `tensors` (plain or DTensor) to `target`; collective over their mesh.
+
+    Only the `writer` rank writes and gets the result. A complete `target` of the same step and
+    token is left alone; anything else there is replaced. Raises NonFiniteWeights, OSError.
+    """
+    if not writer:
+        for _ in _gathered(tensors, dtype):
+            pass
+        return None
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temp = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        _copy_assets(assets, temp)
+        entries, size = _write_safetensors(temp / WEIGHTS_FILE, tensors, dtype)
+        manifest = Manifest.build(step=step, token=token, tensors=entries)
+        digest = write_manifest(temp, manifest)
+        temp.chmod(0o755)
+        fsync_dir(temp)
+        if target.exists():
+            shutil.rmtree(target)
+        os.rename(temp, target)
+        fsync_dir(target.parent)
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+    return Published(target, digest, size)
+
+
+def _gathered(
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors on the host, one at a time, in the same order on all ranks."""
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        yield name, tensor.to(dtype=dtype or tensor.dtype).cpu().contiguous()
+
+
+def _write_safetensors(
+    path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> tuple[dict[str, TensorEntry], int]:
+    """Stream a safetensors file: the header follows from the shapes, the data comes later."""
+    header, offset = _header(tensors, dtype)
+    entries: dict[str, TensorEntry] = {}
+    with open(path, "wb") as f:
+        f.write(len(header).to_bytes(8, "little") + header)
+        for name, tensor in _gathered(tensors, dtype):
+            if not torch.isfinite(tensor).all():
+                raise NonFiniteWeights(f"tensor {name!r} holds NaN or infinity; not published")
+            raw = tensor.reshape(-1).view(torch.uint8).numpy()
+            f.write(raw.data)
+            entries[name] = TensorEntry(
+                dtype=DTYPES[tensor.dtype],
+                shape=list(tensor.shape),
+                sha256=hashlib.sha256(raw.data).hexdigest(),
+                file=path.name,
+            )
+        f.flush()
+        os.fsync(f.fileno())
+    return entries, 8 + len(header) + offset
+
+
+def _header(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[bytes, int]:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in sorted(tensors):
+        kind = dtype or tensors[name].dtype
+        size = tensors[name].numel() * kind.itemsize
+        fields[name] = {
+            "dtype": DTYPES[kind],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), offset
+
+
+def _copy_assets(assets: Path, target: Path) -> None:
+    for name in COPIED:
+        if (assets / name).exists():
+            shutil.copy2(assets / name, target / name)
