@@ -1,0 +1,162 @@
+"""Progress of a run in the terminal, derived from events.jsonl and metrics.jsonl alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.reward_curve import sparkline
+from torchtitan_rl_ft.observability.run_view import RunView
+from torchtitan_rl_ft.run_folder import RunFolder
+
+REFRESH_S = 0.25
+PHASE_REPEAT_S = 10.0
+"""How often a phase that lasts is printed again when lines are printed."""
+
+
+def step_line(view: RunView) -> str:
+    """The committed step in one line."""
+    parts = [f"step {view.step}/{view.total_steps}"]
+    for label, key, form in (
+        ("reward", "reward/mean", ".3f"),
+        ("policy age", "policy_age/mean", ".1f"),
+        ("loss", "loss", ".4f"),
+    ):
+        if isinstance(value := view.metrics.get(key), int | float):
+            parts.append(f"{label} {value:{form}}")
+    parts.append(f"groups {view.groups_alive}/{view.groups}")
+    parts.append(f"engines {view.engines_serving}/{view.engines}")
+    if isinstance(step_s := view.metrics.get("time/step_s"), int | float):
+        parts.append(f"{step_s:.2f} s")
+    return "  ".join(parts)
+
+
+def notice(line: Mapping[str, Any]) -> str | None:
+    """An event worth a line of its own, else None."""
+    data, cause = line.get("data", {}), line.get("cause")
+    subject = data.get("subject", line.get("name"))
+    kind = line.get("kind")
+    if kind == Kind.EXIT and line.get("phase") == "fault":
+        return f"{subject} ended: {cause} (log: {data.get('log', '?')})"
+    if kind == Kind.RESTART:
+        return f"{subject} is started again, attempt {data.get('attempt')}"
+    if kind in (Kind.FAULT, Kind.WARN):
+        where = subject if subject != line.get("name") else line.get("name")
+        return f"{'fault' if kind == Kind.FAULT else 'warning'}: {where}: {cause}"
+    return None
+
+
+class PlainReporter:
+    """A line per committed step, per phase and per notice, for logs and pipes."""
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._write, self._clock = write, clock
+        self._step = 0
+        self._phase, self._phase_since_s, self._said_s = "", 0.0, 0.0
+
+    def update(self, view: RunView, notices: list[str]) -> None:
+        for text in notices:
+            self._write(text)
+        now_s = self._clock()
+        metrics_step = view.metrics.get("step", 0)
+        if view.step > 0 and metrics_step >= view.step:
+            if view.step != self._step:
+                self._step = view.step
+                self._write(step_line(view))
+            return
+        phase = view.phase()
+        if phase != self._phase:
+            self._phase, self._phase_since_s, self._said_s = phase, now_s, now_s
+            self._write(phase)
+        elif view.step == 0 and now_s - self._said_s >= PHASE_REPEAT_S:
+            self._said_s = now_s
+            self._write(f"{phase} {now_s - self._phase_since_s:.0f} s")
+
+    def close(self) -> None:
+        pass
+
+
+class LiveReporter:
+    """A panel that is redrawn in place, with notices above it."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+        self._phase, self._phase_since_s = "", clock()
+
+    def update(self, view: RunView, notices: list[str]) -> None:
+        for text in notices:
+            self._console.print(Text(text, style="yellow"))
+        if (phase := view.phase()) != self._phase:
+            self._phase, self._phase_since_s = phase, self._clock()
+        self._live.update(self._panel(view), refresh=True)
+
+    def _panel(self, view: RunView) -> Group:
+        now_s = self._clock()
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            Text(f"step {view.step}/{view.total_steps}", style="bold"),
+            ProgressBar(total=max(1, view.total_steps), completed=view.step, width=40),
+            f"{view.elapsed_s(now_s):.0f} s",
+        )
+        state = f"{self._phase} {now_s - self._phase_since_s:.0f} s"
+        if view.step > 0:
+            state = step_line(view).split("  ", 1)[1]
+        width = max(10, min(60, self._console.width - 12))
+        return Group(head, Text(state), Text(sparkline(view.rewards, width), style="cyan"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class ProgressConsole:
+    """Follows the files of a run until it is told to stop."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        view: RunView,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._view = view
+        self._events, self._metrics = JsonlTail(folder.events), JsonlTail(folder.metrics)
+        self._reporter: PlainReporter | LiveReporter
+        if console.is_terminal:
+            self._reporter = LiveReporter(console, clock)
+        else:
+            self._reporter = PlainReporter(lambda text: print(text, flush=True), clock)
+
+    def poll(self) -> None:
+        """Take in what was written since the last call and show it."""
+        notices = []
+        for line in self._events.read():
+            self._view.add_event(line)
+            if (text := notice(line)) is not None:
+                notices.append(text)
+        for row in self._metrics.read():
+            self._view.add_metrics(row)
+        self._reporter.update(self._view, notices)
+
+    async def follow(self) -> None:
+        """Poll until cancelled."""
+        try:
+            while True:
+                self.poll()
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            try:
+                self.poll()
+            finally:
+                self._reporter.close()

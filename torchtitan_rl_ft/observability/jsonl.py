@@ -1,0 +1,43 @@
+"""Reading line-by-line JSON files while they are being written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class JsonlTail:
+    """Hands out the complete lines appended to a file since the last call. The file may not
+    exist yet, and its last line may still be in the making."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.unreadable = 0  # complete lines that were not JSON objects
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with open(self._path, "rb") as f:
+                f.seek(self._offset)
+                data = f.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        found = []
+        for line in data[:end].splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict):
+                found.append(value)
+            else:
+                self.unreadable += 1
+        return found
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of `path`; none when it does not exist."""
+    return JsonlTail(path).read()

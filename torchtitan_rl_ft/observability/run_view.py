@@ -1,0 +1,126 @@
+"""The present state of a run, folded from the lines of events.jsonl and metrics.jsonl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl_ft.observability.events import Kind
+
+SERVING = "serving"
+STARTING = "starting"
+
+
+@dataclass
+class Process:
+    """One role's process as its SPAWN, READY and EXIT events tell."""
+
+    alive: bool = False
+    ready: bool = False
+    spawned_mono_s: float = 0.0
+
+
+@dataclass
+class RunView:
+    """Fed line by line; never asks a role anything."""
+
+    total_steps: int
+    groups: int
+    engines: int
+    started_mono_s: float | None = None
+    step: int = 0
+    batches_sealed: int = 0
+    version: int | None = None
+    work_begun: bool = False
+    faults: int = 0
+    processes: dict[str, Process] = field(default_factory=dict)
+    engine_states: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    reward_steps: list[int] = field(default_factory=list)
+    outcome: str | None = None
+
+    def add_event(self, line: Mapping[str, Any]) -> None:
+        kind, name, mono_s = line.get("kind"), str(line.get("name", "")), line.get("mono_s", 0.0)
+        data = line.get("data", {})
+        if kind == Kind.RUN:
+            self._run(line, mono_s)
+        elif kind == Kind.SPAWN:
+            subject = str(data.get("subject", name))
+            self.processes[subject] = Process(alive=True, spawned_mono_s=mono_s)
+        elif kind == Kind.READY:
+            self.processes.setdefault(name, Process(alive=True)).ready = True
+        elif kind == Kind.EXIT:
+            self._exit(line, str(data.get("subject", name)))
+        elif kind == Kind.TRANSITION:
+            self._transition(str(data.get("subject", "")), str(data.get("new", "")))
+        elif kind == Kind.FAULT:
+            self.faults += 1
+        elif kind == Kind.SEAL:
+            self.batches_sealed += 1
+        elif kind == Kind.BEGIN:
+            self.work_begun = True
+        elif kind in (Kind.PUBLISH, Kind.INSTALL) and line.get("version") is not None:
+            self.version = line["version"]
+        elif kind in (Kind.COMMIT, Kind.SUPERSEDE):
+            self.step = int(data["to_step"] if kind == Kind.SUPERSEDE else line.get("step", 0))
+
+    def add_metrics(self, row: Mapping[str, Any]) -> None:
+        self.metrics = dict(row)
+        reward, step = row.get("reward/mean"), row.get("step")
+        if isinstance(reward, int | float) and isinstance(step, int):
+            while self.reward_steps and self.reward_steps[-1] >= step:  # superseded
+                self.reward_steps.pop()
+                self.rewards.pop()
+            self.reward_steps.append(step)
+            self.rewards.append(float(reward))
+
+    def _run(self, line: Mapping[str, Any], mono_s: float) -> None:
+        if line.get("phase") == "end":
+            self.outcome = line.get("cause")
+            return
+        self.started_mono_s, self.outcome = mono_s, None
+        self.processes, self.engine_states = {}, {}
+        self.work_begun, self.batches_sealed = False, 0
+
+    def _exit(self, line: Mapping[str, Any], subject: str) -> None:
+        process = self.processes.setdefault(subject, Process())
+        process.alive = process.ready = False
+        if line.get("phase") == "fault":
+            self.faults += 1
+        if subject == "serving":
+            self.engine_states = {}
+        self.engine_states.pop(subject, None)
+
+    def _transition(self, subject: str, new: str) -> None:
+        if subject.startswith("engine"):
+            self.engine_states[subject] = new
+
+    # What is shown ----------------------------------------------------------------------
+
+    @property
+    def groups_alive(self) -> int:
+        return sum(p.alive for n, p in self.processes.items() if n.startswith("trainer-"))
+
+    @property
+    def engines_serving(self) -> int:
+        return sum(state == SERVING for state in self.engine_states.values())
+
+    def phase(self) -> str:
+        """What the run is waiting for before its first commit; afterwards "training"."""
+        if self.outcome is not None:
+            return self.outcome
+        if self.step > 0:
+            return "training"
+        up = [s for s in self.engine_states.values() if s != STARTING]
+        if not up:
+            return "engines starting"
+        if not self.engines_serving:
+            return "engines up, trainers starting: waiting for the initial weights"
+        if not self.batches_sealed:
+            return "rolling out the first batch"
+        return "first step" if self.work_begun else "first batch sealed, trainers starting"
+
+    def elapsed_s(self, now_mono_s: float) -> float:
+        return now_mono_s - self.started_mono_s if self.started_mono_s is not None else 0.0

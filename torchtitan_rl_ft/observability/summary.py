@@ -1,0 +1,152 @@
+"""What a run came to: derived from its events and metrics, shown when it ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_rl_ft.observability.ettr import Ettr, ettr, last_life
+from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.reward_curve import terminal_curve
+
+FIRST_LAST_STEPS = 5
+"""Steps over which the first and the last reward are averaged."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    outcome: str
+    steps: int
+    total_steps: int
+    wall_s: float
+    reward_steps: list[int]
+    rewards: list[float]
+    eval_reward: float | None
+    eval_prompts: int
+    phase_s: dict[str, float]  # summed time/* metrics, and start-up
+    ettr: Ettr | None
+    transport: str
+    faults: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0
+
+    @property
+    def first_reward(self) -> float | None:
+        head = self.rewards[:FIRST_LAST_STEPS]
+        return sum(head) / len(head) if head else None
+
+    @property
+    def last_reward(self) -> float | None:
+        tail = self.rewards[-FIRST_LAST_STEPS:]
+        return sum(tail) / len(tail) if tail else None
+
+
+def committed_rows(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the history that counts: of a step trained again only the last row."""
+    rows: dict[int, Mapping[str, Any]] = {}
+    for row in metrics:
+        step = row.get("step")
+        if isinstance(step, int):
+            rows = {s: r for s, r in rows.items() if s < step}
+            rows[step] = row
+    return [rows[s] for s in sorted(rows)]
+
+
+def summarise(
+    events: Sequence[Event],
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    outcome: str,
+    total_steps: int,
+    transport: str,
+) -> Summary:
+    """`transport` is the configured one; what the publishing role reported goes before."""
+    life = last_life(events)
+    rows = committed_rows(metrics)
+    rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
+    evals = [e for e in life if e.kind is Kind.EVAL]
+    ratio = ettr(events)
+    used = [e.data["transport"] for e in life if "transport" in e.data]
+    return Summary(
+        outcome=outcome,
+        steps=max((int(r["step"]) for r in rows), default=0),
+        total_steps=total_steps,
+        wall_s=life[-1].mono_s - life[0].mono_s if life else 0.0,
+        reward_steps=[int(r["step"]) for r in rewarded],
+        rewards=[float(r["reward/mean"]) for r in rewarded],
+        eval_reward=float(evals[-1].data["reward"]) if evals else None,
+        eval_prompts=int(evals[-1].data.get("prompts", 0)) if evals else 0,
+        phase_s=_phases(rows, ratio),
+        ettr=ratio,
+        transport=str(used[-1]) if used else transport,
+        faults=dict(_faults(life)),
+        dropped=sum(e.kind is Kind.DROP for e in life),
+    )
+
+
+def _phases(rows: Sequence[Mapping[str, Any]], ratio: Ettr | None) -> dict[str, float]:
+    sums: Counter[str] = Counter()
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
+                sums[key[len("time/") : -len("_s")]] += value
+    phases = {"start-up": ratio.startup_s} if ratio is not None else {}
+    return phases | dict(sums)
+
+
+def _faults(life: Sequence[Event]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for event in life:
+        subject = event.data.get("subject", event.name)
+        if event.kind is Kind.EXIT and event.phase == "fault" or event.kind is Kind.FAULT:
+            found[f"{subject}: {event.cause}"] += 1
+        elif event.kind is Kind.REFUSE:
+            found["refused commits"] += 1
+    return found
+
+
+def render(summary: Summary, run_folder: str) -> list[str]:
+    """The summary as lines of text."""
+    lines = ["", *terminal_curve(summary.rewards), ""]
+    rows = [
+        ("outcome", summary.outcome),
+        ("steps", f"{summary.steps} of {summary.total_steps} in {summary.wall_s:.0f} s"),
+        ("reward", _reward_text(summary)),
+        ("held-out", _eval_text(summary)),
+        ("time", ", ".join(f"{k} {v:.1f} s" for k, v in summary.phase_s.items()) or "none"),
+        ("ETTR", _ettr_text(summary.ettr)),
+        ("transport", summary.transport),
+        ("dropped", f"{summary.dropped} prompt groups or batches"),
+        ("faults", "; ".join(_count(k, n) for k, n in summary.faults.items()) or "none"),
+        ("run folder", run_folder),
+    ]
+    return lines + [f"{name:<11}{text}" for name, text in rows]
+
+
+def _reward_text(summary: Summary) -> str:
+    first, last = summary.first_reward, summary.last_reward
+    if first is None or last is None:
+        return "none: no step was committed"
+    n = min(FIRST_LAST_STEPS, len(summary.rewards))
+    return f"{first:.3f} -> {last:.3f} (means of the first and last {n} steps)"
+
+
+def _eval_text(summary: Summary) -> str:
+    if summary.eval_reward is None:
+        return "not evaluated"
+    return f"{summary.eval_reward:.3f} greedy on {summary.eval_prompts} prompts"
+
+
+def _ettr_text(value: Ettr | None) -> str:
+    if value is None:
+        return "none: no step was committed"
+    return (
+        f"{value.ratio:.3f} ({value.after_startup:.3f} after start-up): {value.productive_s:.1f} s "
+        f"of steps in {value.wall_s:.1f} s, {value.lost_s:.1f} s lost; "
+        f"an undisturbed step takes {value.step_s:.2f} s"
+    )
+
+
+def _count(text: str, n: int) -> str:
+    return text if n == 1 else f"{text} (x{n})"

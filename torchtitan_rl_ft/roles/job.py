@@ -1,0 +1,91 @@
+"""A job made ready to run: its folder, its token, its model, and the roles it consists of."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torchtitan_rl_ft.config import start_state
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.sections import Sections
+from torchtitan_rl_ft.models.tiny import make_tiny_model
+from torchtitan_rl_ft.roles.keeper import RoleSpec
+from torchtitan_rl_ft.roles.lifecycle import Duty
+from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, RunFolder
+
+
+@contextmanager
+def exclusive(folder: RunFolder) -> Iterator[None]:
+    """Hold the run folder for one supervisor; the kernel lets go when the process dies.
+
+    Raises ConfigError when another one holds it.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(folder.path / ".supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `torchtitan run` is at work in {folder.path}: wait for its end, or set "
+                "job.dump_folder to another folder"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def prepare(resolved: Resolved) -> start_state.Start:
+    """Make the run folder ready for its roles. Called with the folder held.
+
+    Raises ConfigError (the folder's state does not allow a start), OSError.
+    """
+    folder = resolved.run_folder
+    decision = start_state.decide(start_state.observe(resolved), start_state.Wish.of(resolved))
+    if decision.start is start_state.Start.REFUSE:
+        raise ConfigError(decision.reason)
+    for role in folder.roles():
+        if not role.alive():
+            folder.unregister(role.name)
+    model = resolved.sections.model
+    if model.flavor == "tiny" and not model.hf_assets_path:
+        make_tiny_model(folder.model, model.init_seed)
+    resolved.write(folder)
+    return decision.start
+
+
+def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
+    """The roles that `torchtitan run` keeps up, each as its own command."""
+    trainers = [
+        _spec(folder, f"trainer-{g}", "trainer", Duty.WORKER, ["--fault_tolerance.replica_id", g])
+        for g in range(sections.fault_tolerance.replica_groups)
+    ]
+    specs = [
+        _spec(folder, "serving", "serving", Duty.SERVICE),
+        _spec(folder, "rollout", "rollout", Duty.DRIVER),
+        *trainers,
+    ]
+    if sections.fault_tolerance.enable:
+        specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
+    return specs
+
+
+def _spec(
+    folder: RunFolder, name: str, role: str, duty: Duty, overrides: list[str | int] | None = None
+) -> RoleSpec:
+    command = [sys.executable, "-m", "torchtitan_rl_ft", "run", "--role", role]
+    command += ["--run-folder", str(folder.path), *map(str, overrides or [])]
+    return RoleSpec(name, duty, tuple(command))
+
+
+def role_env(folder: RunFolder, base: dict[str, str]) -> dict[str, str]:
+    """Environment of every role. The token travels here and in no file of the run folder."""
+    env = {**base, RUN_ENV: str(folder.path), TOKEN_ENV: folder.token(create=True)}
+    env["PYTHONUNBUFFERED"] = "1"  # the last lines before a SIGKILL are in the log
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: the roles share the cores
+    return env

@@ -1,0 +1,292 @@
+"""Keeps the roles of a run up: starts them, notices exits at once, restarts by role, ends all.
+
+What an exit means is decided in `lifecycle.py`; this file carries decisions out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.roles import process
+from torchtitan_rl_ft.roles.footprint import Footprint
+from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, Verdict, after_exit
+from torchtitan_rl_ft.roles.log_tail import last_lines
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
+
+TERM_GRACE_SHARE = 0.5
+"""Share of the clean-up budget that roles get between SIGTERM and SIGKILL."""
+
+EXIT_PHASES = {
+    Action.FINISHED: "finished",
+    Action.DONE: "finished",
+    Action.STOPPED: "stopped",
+    Action.RESTART: "fault",
+    Action.FAIL: "fault",
+}
+"""`phase` of the EXIT event by what was decided."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One role to keep running."""
+
+    name: str
+    duty: Duty
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `detail` are further lines for people (last lines of a log)."""
+
+    exit_code: int
+    cause: str
+    detail: list[str] = field(default_factory=list)
+
+
+class RoleKeeper:
+    """Keeps `specs` running until the driver is done, a role cannot be kept, or a signal comes."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        specs: Sequence[RoleSpec],
+        events: EventSink,
+        *,
+        env: Mapping[str, str],
+        limits: RestartLimits,
+        cleanup_timeout_s: float,
+        worker_end_timeout_s: float,
+        look_over_interval_s: float = 5.0,
+    ) -> None:
+        """`worker_end_timeout_s`: how long the run may go on once all workers are finished.
+        `look_over_interval_s`: how often its processes are looked over (what they hold, adopted
+        zombies)."""
+        self._folder, self._specs, self._events = folder, specs, events
+        self._env, self._limits = env, limits
+        self._cleanup_timeout_s = cleanup_timeout_s
+        self._worker_end_timeout_s = worker_end_timeout_s
+        self._look_over_interval_s = look_over_interval_s
+        self._children: dict[str, process.Child] = {}
+        self._trees: dict[str, set[ProcessId]] = {}  # what each role was last seen to have started
+        self._finished: set[str] = set()  # ended with code 0, for good
+        self._gone: set[str] = set()  # ended for good, whatever the code
+        self._footprint = Footprint()
+        self._stopping = False
+        self._hurry = asyncio.Event()
+        self._outcome: asyncio.Future[Outcome]
+
+    async def run(self) -> Outcome:
+        """Start everything, wait for the end, stop everything. Never raises for a role's fault."""
+        loop = asyncio.get_running_loop()
+        self._outcome = loop.create_future()
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, background jobs
+                loop.add_signal_handler(signum, self._on_signal, signum)
+        tasks = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
+        tasks.append(asyncio.create_task(self._look_over()))
+        for task in tasks:
+            task.add_done_callback(self._on_task_end)
+        try:
+            outcome = await self._outcome
+            if outcome.exit_code == ExitCode.DONE:
+                outcome = await self._let_workers_finish(outcome)
+        finally:
+            self._stopping = True
+            left = await self._stop_all(tasks)
+        if left:
+            detail = [*outcome.detail, "left behind:", *(f"  {line}" for line in left)]
+            return Outcome(outcome.exit_code or ExitCode.FAILED, outcome.cause, detail)
+        return outcome
+
+    # Keeping roles up -------------------------------------------------------------------
+
+    async def _keep(self, spec: RoleSpec) -> None:
+        restarts_s: list[float] = []
+        while True:
+            attempt, child = self._spawn(spec)
+            returncode = await child.wait()
+            now_s = time.monotonic()
+            verdict = after_exit(
+                spec.duty,
+                returncode,
+                ending=self._outcome.done(),
+                now_s=now_s,
+                restarts_s=restarts_s,
+                limits=self._limits,
+            )
+            self._record_exit(spec, attempt, child, returncode, verdict)
+            # What the dead process started must not live beside its successor.
+            await self._end_orphans(spec.name, child)
+            if verdict.action is not Action.RESTART:
+                self._carry_out(spec, child, returncode, verdict)
+                return
+            restarts_s.append(now_s)
+            self._events.emit(
+                Kind.RESTART,
+                cause=verdict.reason,
+                subject=spec.name,
+                attempt=attempt + 1,
+                delay_s=verdict.delay_s,
+            )
+            await asyncio.sleep(verdict.delay_s)
+
+    def _spawn(self, spec: RoleSpec) -> tuple[int, process.Child]:
+        attempt = next_attempt(self._folder, spec.name)
+        log = self._folder.log_file(spec.name, attempt)
+        env = {**self._env, ATTEMPT_ENV: str(attempt)}
+        child = process.spawn(spec.argv, log=log, env=env)
+        self._children[spec.name] = child
+        self._events.emit(
+            Kind.SPAWN,
+            subject=spec.name,
+            attempt=attempt,
+            pid=child.pid,
+            start_time=child.id.start_time,
+            log=str(log),
+        )
+        return attempt, child
+
+    def _record_exit(
+        self,
+        spec: RoleSpec,
+        attempt: int,
+        child: process.Child,
+        returncode: int,
+        verdict: Verdict,
+    ) -> None:
+        phase = EXIT_PHASES[verdict.action]
+        self._events.emit(
+            Kind.EXIT,
+            phase=phase,
+            cause=process.describe(returncode),
+            subject=spec.name,
+            attempt=attempt,
+            pid=child.pid,
+            returncode=returncode,
+            signal=-returncode if returncode < 0 else None,
+            uptime_s=round(time.monotonic() - child.started_mono_s, 3),
+            log=str(child.log),
+            last_lines=last_lines(child.log) if phase == "fault" else [],
+        )
+
+    def _carry_out(
+        self, spec: RoleSpec, child: process.Child, returncode: int, verdict: Verdict
+    ) -> None:
+        self._gone.add(spec.name)
+        if returncode == ExitCode.DONE:
+            self._finished.add(spec.name)
+        if verdict.action is Action.DONE:
+            self._end(Outcome(ExitCode.DONE, verdict.reason))
+        elif verdict.action is Action.FAIL:
+            cause = (
+                f"{spec.name}: {process.describe(returncode)} ({verdict.reason}); log: {child.log}"
+            )
+            self._end(Outcome(verdict.exit_code, cause, last_lines(child.log)))
+
+    async def _end_orphans(self, name: str, child: process.Child) -> None:
+        """End what a role that has ended by itself left running."""
+        left = {p for p in self._trees.pop(name, set()) if p.alive()}
+        left.update(process.session_members(child.pid))
+        await process.kill_until_gone(left, time.monotonic() + self._cleanup_timeout_s)
+
+    async def _look_over(self) -> None:
+        all_finished_s: float | None = None
+        while True:
+            for name, child in self._children.items():
+                if child.returncode is None:
+                    self._trees[name] = set(process.descendants(child.id))
+            self._footprint.observe(process.descendants())
+            process.reap_adopted(c.pid for c in self._children.values())
+            workers = {s.name for s in self._specs if s.duty is Duty.WORKER}
+            if workers and workers <= self._finished:
+                now_s = time.monotonic()
+                all_finished_s = all_finished_s or now_s
+                if now_s - all_finished_s > self._worker_end_timeout_s:
+                    raise TimeoutError(
+                        f"all trainers have finished but the run did not end within "
+                        f"{self._worker_end_timeout_s:g} s"
+                    )
+            await asyncio.sleep(self._look_over_interval_s)
+
+    # Ending -----------------------------------------------------------------------------
+
+    def _end(self, outcome: Outcome) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        if self._outcome.done():
+            self._hurry.set()  # a second signal: no more grace
+        self._end(Outcome(ExitCode.INTERRUPTED, f"stopped by {signum.name}"))
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """An error of the supervisor itself (a full disk, no process to be had) ends the run."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(Outcome(ExitCode.FAILED, f"supervisor: {type(error).__name__}: {error}"))
+
+    async def _let_workers_finish(self, outcome: Outcome) -> Outcome:
+        """After the driver's end: the workers end by themselves. One that was being restarted
+        then cannot, and need not, as long as another has."""
+        workers = [s.name for s in self._specs if s.duty is Duty.WORKER]
+        deadline = time.monotonic() + self._cleanup_timeout_s
+        while not set(workers) <= self._gone:
+            if time.monotonic() >= deadline or self._hurry.is_set():
+                break
+            await asyncio.sleep(0.05)
+        late = [name for name in workers if name not in self._finished]
+        if len(late) < len(workers) or not workers:
+            if late:
+                self._events.emit(Kind.WARN, cause=f"had not finished at the run's end: {late}")
+            return outcome
+        logs = ", ".join(str(self._children[n].log) for n in late)
+        cause = f"the run is done, but no trainer ended with exit code 0; logs: {logs}"
+        return Outcome(ExitCode.FAILED, cause, last_lines(self._children[late[0]].log))
+
+    async def _stop_all(self, tasks: Sequence[asyncio.Task[None]]) -> list[str]:
+        """SIGTERM to the roles, then SIGKILL to whatever is left of their trees, all within the
+        clean-up budget. Returns what is still there."""
+        start = time.monotonic()
+        everything = process.descendants()
+        self._footprint.observe(everything)
+        for child in self._children.values():
+            if child.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    child.send(signal.SIGTERM)
+        await self._wait_for_roles(start + TERM_GRACE_SHARE * self._cleanup_timeout_s)
+        everything = [*everything, *process.descendants()]
+        self._footprint.observe(everything)
+        await process.kill_until_gone(everything, start + self._cleanup_timeout_s)
+        await self._settle(tasks)
+        self._footprint.remove_shared_memory()
+        process.reap_adopted(c.pid for c in self._children.values())
+        for spec in self._specs:
+            self._folder.unregister(spec.name)
+        return self._footprint.leftovers()
+
+    async def _wait_for_roles(self, deadline_mono_s: float) -> None:
+        while time.monotonic() < deadline_mono_s and not self._hurry.is_set():
+            if all(c.returncode is not None for c in self._children.values()):
+                return
+            await asyncio.sleep(0.02)
+
+    async def _settle(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        """Let the keepers record the exits; those in a pause before a restart are cancelled."""
+        await asyncio.wait(tasks, timeout=0.2)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def next_attempt(folder: RunFolder, name: str) -> int:
+    """Number of the next start of role `name`, counted over all lives of the run folder."""
+    logs = folder.log_file(name, 1).parent.glob("attempt_*.log")
+    numbers = [int(p.stem.removeprefix("attempt_")) for p in logs]
+    return max(numbers, default=0) + 1

@@ -1,0 +1,90 @@
+"""What a role's exit means: finished, start it again, or end the run. Pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.roles.process import describe
+
+
+class Duty(StrEnum):
+    """What a role's exit code 0 means to the run."""
+
+    DRIVER = "driver"  # the run is done
+    WORKER = "worker"  # its part is done
+    SERVICE = "service"  # a fault: it serves until it is told to stop
+
+
+class Action(StrEnum):
+    FINISHED = "finished"  # nothing to do
+    STOPPED = "stopped"  # it was told to, or the run ends anyway
+    RESTART = "restart"  # start it again after delay_s
+    DONE = "done"  # end the run: complete
+    FAIL = "fail"  # end the run with exit_code
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """At most `max_restarts` of one role within `window_s`; the first at once, then with
+    pauses that double from `backoff_s` to `backoff_max_s`."""
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float = 1.0
+    backoff_max_s: float = 30.0
+
+    def delay_s(self, recent: int) -> float:
+        """Pause before the next start after `recent` restarts within the window."""
+        if recent == 0:
+            return 0.0
+        return min(self.backoff_s * 2 ** (recent - 1), self.backoff_max_s)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    action: Action
+    reason: str
+    delay_s: float = 0.0
+    exit_code: int = ExitCode.DONE
+
+
+_NEVER_RESTARTED = {
+    ExitCode.CONFIG: "the configuration is at fault, a restart would not help",
+    ExitCode.NUMERIC: "stopped on numeric grounds, a restart would not help",
+}
+
+
+def after_exit(
+    duty: Duty,
+    returncode: int,
+    *,
+    ending: bool,
+    now_s: float,
+    restarts_s: Sequence[float],
+    limits: RestartLimits,
+) -> Verdict:
+    """Decide on a role that has ended.
+
+    `returncode` is negative for a signal; `ending` tells that the run's outcome is settled;
+    `restarts_s` are the times of the role's earlier restarts on the clock of `now_s`.
+    """
+    if ending and (returncode != ExitCode.DONE or duty is not Duty.WORKER):
+        return Verdict(Action.STOPPED, "the run is ending")
+    if returncode == ExitCode.DONE and duty is Duty.DRIVER:
+        return Verdict(Action.DONE, "complete")
+    if returncode == ExitCode.DONE and duty is Duty.WORKER:
+        return Verdict(Action.FINISHED, "its part is complete")
+    if returncode in _NEVER_RESTARTED:
+        code = ExitCode(returncode)
+        return Verdict(Action.FAIL, _NEVER_RESTARTED[code], exit_code=code)
+    recent = sum(now_s - t <= limits.window_s for t in restarts_s)
+    if recent >= limits.max_restarts:
+        reason = f"{recent} restarts within {limits.window_s:g} s are used up"
+        return Verdict(Action.FAIL, reason, exit_code=ExitCode.FAILED)
+    reason = describe(returncode)
+    if returncode == ExitCode.DONE:
+        reason = "it ended although the run goes on"
+    return Verdict(Action.RESTART, reason, delay_s=limits.delay_s(recent))

@@ -1,0 +1,165 @@
+"""Processes of a run: started so that none outlives its parent, awaited without polling, ended
+as whole trees, and always named by pid and start time, so that a reused pid is never hit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from torchtitan_rl_ft.roles import parent_bound
+from torchtitan_rl_ft.run_folder import ProcessId
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.05
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent has died, so that
+    `descendants` misses none. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+
+
+def describe(returncode: int) -> str:
+    """`returncode` as `subprocess` reports it (negative: a signal), in words."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+class Child:
+    """A process that this one started, in a session of its own."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self._popen = popen
+        self.log = log
+        self.id = ProcessId.of(popen.pid)
+        self.started_mono_s = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self.id.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """As `subprocess` gives it; None while it runs."""
+        return self._popen.poll()
+
+    async def wait(self) -> int:
+        """The return code, at once when the process ends: its pidfd becomes readable."""
+        if self._popen.poll() is None:
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            fd = os.pidfd_open(self.pid)
+            loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
+            try:
+                await ended
+            finally:
+                loop.remove_reader(fd)
+                os.close(fd)
+        return self._popen.wait()
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal the process itself; nothing when it has ended."""
+        self._popen.send_signal(signum)
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    env: Mapping[str, str],
+    outlives_parent: bool = False,
+) -> Child:
+    """Start `argv` in a session of its own with stdout and stderr appended to `log`.
+
+    Unless `outlives_parent`, the kernel kills it when this process dies, whatever the way; call
+    it from the main thread then (see parent_bound.py). Raises OSError.
+    """
+    command = list(argv)
+    if not outlives_parent:
+        wrapper = [sys.executable, "-I", "-S", parent_bound.__file__, str(os.getpid())]
+        command = wrapper + command
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as out:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+        )
+    return Child(popen, log)
+
+
+def descendants(root: ProcessId | None = None) -> list[ProcessId]:
+    """All living processes below `root` (this process when None), without `root` itself."""
+    root = root or ProcessId.current()
+    if not root.alive():
+        return []
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(ProcessId(process.pid, process.create_time()))
+    return found
+
+
+def session_members(leader_pid: int) -> list[ProcessId]:
+    """Living processes of the session that process `leader_pid` led; it may have ended."""
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(pid) == leader_pid and (member := ProcessId.of(pid)).alive():
+                found.append(member)
+    return found
+
+
+def reap_adopted(own: Iterable[int]) -> None:
+    """Collect zombies that were adopted, leaving alone the pids in `own`, which have a waiter."""
+    known = set(own)
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess, ChildProcessError):
+            if process.pid not in known and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
+
+
+def kill(target: ProcessId, signum: signal.Signals = signal.SIGKILL) -> bool:
+    """Signal exactly this process. False when it is gone already."""
+    if not target.alive():
+        return False
+    try:
+        os.kill(target.pid, signum)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def kill_until_gone(targets: Iterable[ProcessId], deadline_mono_s: float) -> list[ProcessId]:
+    """SIGKILL `targets` and whatever they start meanwhile; returns those alive at the deadline."""
+    known = set(targets)
+    while True:
+        for target in list(known):
+            known.update(descendants(target))
+        known = {p for p in known if p.alive()}
+        if not known or time.monotonic() >= deadline_mono_s:
+            return sorted(known, key=lambda p: p.pid)
+        for target in known:
+            kill(target)
+        await asyncio.sleep(_POLL_S)

@@ -1,0 +1,146 @@
+"""The supervisor role, `torchtitan run`: keeps the roles of a job up, shows progress, sums up.
+
+It holds nothing that the run folder cannot rebuild.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from torchtitan_rl_ft.config import start_state
+from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.observability.console import ProgressConsole
+from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
+from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.reward_curve import save_png
+from torchtitan_rl_ft.observability.run_view import RunView
+from torchtitan_rl_ft.observability.summary import Summary, render, summarise
+from torchtitan_rl_ft.roles import job, process
+from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec, next_attempt
+from torchtitan_rl_ft.roles.lifecycle import RestartLimits
+from torchtitan_rl_ft.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+NAME = "supervisor"
+
+
+def main(resolved: Resolved) -> int:
+    """Run the job to its end; returns the exit code.
+
+    Raises ConfigError when the run folder does not allow a start; nothing has been started then.
+    """
+    folder = resolved.run_folder
+    try:
+        with job.exclusive(folder):
+            start = job.prepare(resolved)
+            return run_job(resolved, start, job.role_specs(resolved.sections, folder))
+    except OSError as e:
+        _say(f"error: run folder {folder.path}: {e.strerror or e}: {e.filename or ''}")
+        return ExitCode.FAILED
+
+
+def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSpec]) -> int:
+    """Keep `specs` up in the prepared run folder until the job ends, then sum up."""
+    folder = resolved.run_folder
+    attempt = next_attempt(folder, NAME)
+    log = _log_to(folder.log_file(NAME, attempt))
+    events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    try:
+        process.adopt_orphans()
+        folder.register(NAME, "", attempt)
+        events.emit(Kind.RUN, phase=start.value, roles=[s.name for s in specs])
+        outcome = asyncio.run(_supervise(resolved, specs, events))
+        events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)
+    finally:
+        folder.unregister(NAME)
+        folder.forget_token()
+        events.close()
+        logging.getLogger().removeHandler(log)
+        log.close()
+    _report(resolved, outcome)
+    return outcome.exit_code
+
+
+async def _supervise(resolved: Resolved, specs: Sequence[RoleSpec], events: EventLog) -> Outcome:
+    sections, folder = resolved.sections, resolved.run_folder
+    recovery = sections.recovery
+    keeper = RoleKeeper(
+        folder,
+        specs,
+        events,
+        env=job.role_env(folder, dict(os.environ)),
+        limits=RestartLimits(recovery.role_max_restarts, recovery.role_restart_window_s),
+        cleanup_timeout_s=sections.rollout.cleanup_timeout,
+        worker_end_timeout_s=recovery.batch_wait_timeout_s,
+    )
+    view = RunView(
+        total_steps=resolved.get("training.steps"),
+        groups=sections.fault_tolerance.replica_groups,
+        engines=sections.rollout.engines,
+    )
+    console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
+    try:
+        return await keeper.run()
+    finally:
+        console.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await console
+
+
+async def _show(console: ProgressConsole, events: EventLog) -> None:
+    """Progress is for people: when it cannot be shown (a closed pipe), the run goes on."""
+    try:
+        await console.follow()
+    except Exception as e:
+        logger.exception("the console has stopped")
+        events.emit(Kind.WARN, cause=f"progress is no longer shown: {type(e).__name__}: {e}")
+
+
+def _report(resolved: Resolved, outcome: Outcome) -> None:
+    folder = resolved.run_folder
+    summary = summarise(
+        list(read_events(folder.events)),
+        read_jsonl(folder.metrics),
+        outcome=f"{outcome.cause} (exit code {int(outcome.exit_code)})",
+        total_steps=resolved.get("training.steps"),
+        transport=resolved.sections.rollout.weight_transport,
+    )
+    if summary.steps or outcome.exit_code == ExitCode.DONE:
+        for line in render(summary, str(folder.path)):
+            print(line)
+        sys.stdout.flush()
+        _save_curve(folder, summary)
+    if outcome.exit_code != ExitCode.DONE:
+        _say(f"error: {outcome.cause}")
+        for line in outcome.detail:
+            print(f"    {line}", file=sys.stderr, flush=True)
+
+
+def _save_curve(folder: RunFolder, summary: Summary) -> None:
+    if summary.rewards:
+        path = folder.path / "reward.png"
+        save_png(path, summary.reward_steps, summary.rewards, folder.path.name)
+        print(f"{'curve':<11}{path}", flush=True)
+
+
+def _log_to(path: Path) -> logging.Handler:
+    """Send this process's log records to a file: the terminal is for progress."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    return handler
+
+
+def _say(line: str) -> None:
+    print(f"torchtitan: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,198 @@
+"""The trainer role: launches the ranks of one replica group and ends with them.
+
+A group of one rank *becomes* the rank, so that its exits and signals pass no middleman. A group
+of several has this launcher above it: the death of any rank ends the group, since the others
+could only wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.roles import process
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, TOKEN_ENV, RunFolder
+
+if TYPE_CHECKING:
+    from torchtitan_rl_ft.config.resolve import Resolved
+
+REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+
+ROLE_WAIT_TIMEOUT_S = 60.0
+"""How long a group waits for another role to come up before it gives up."""
+
+RANK_EXIT_TIMEOUT_S = 10.0
+"""Time that the other ranks get between SIGTERM and SIGKILL once the group is ending."""
+
+RANK_COMMAND = ("-m", "torchtitan_rl_ft.trainer.entry")
+
+_POLL_S = 0.1
+
+
+class RoleMissing(Exception):
+    """A role that this one needs is not up."""
+
+
+def wait_for_role(
+    folder: RunFolder,
+    name: str,
+    timeout_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> str:
+    """The url of role `name` once it is up. Raises RoleMissing at the deadline."""
+    deadline = clock() + timeout_s
+    while True:
+        found = folder.role(name)
+        if found is not None and found.alive():
+            return found.url
+        if clock() >= deadline:
+            state = "has ended" if found is not None else "was never up"
+            raise RoleMissing(
+                f"role {name} {state} in run folder {folder.path} (waited {timeout_s:g} s): start "
+                f"the job with `torchtitan run`, or the role with `torchtitan run --role {name}`"
+            )
+        sleep(_POLL_S)
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def group_env(
+    base: Mapping[str, str],
+    *,
+    folder: RunFolder,
+    replica_id: int,
+    lighthouse_url: str | None,
+    master_port: int,
+    world_size: int,
+) -> dict[str, str]:
+    """Environment that the ranks of one group share (torchrun's names)."""
+    env = dict(base)
+    env |= {
+        RUN_ENV: str(folder.path),
+        TOKEN_ENV: folder.token(),
+        REPLICA_ENV: str(replica_id),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(master_port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the cores
+    if lighthouse_url is not None:
+        env[LIGHTHOUSE_ENV] = lighthouse_url
+    return env
+
+
+def rank_env(group: Mapping[str, str], rank: int) -> dict[str, str]:
+    return {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def main(resolved: Resolved) -> int:
+    """Run one replica group; returns its exit code, or does not return (one rank: exec)."""
+    section = resolved.sections.fault_tolerance
+    folder = RunFolder(resolved.sections.job.dump_folder)
+    try:
+        lighthouse = _lighthouse_url(folder) if section.enable else None
+        if ATTEMPT_ENV not in os.environ:  # by hand: nobody else is about to start these
+            wait_for_role(folder, "rollout", ROLE_WAIT_TIMEOUT_S)
+            wait_for_role(folder, "serving", ROLE_WAIT_TIMEOUT_S)
+        env = group_env(
+            os.environ,
+            folder=folder,
+            replica_id=section.replica_id,
+            lighthouse_url=lighthouse,
+            master_port=free_port(),
+            world_size=section.ranks_per_group,
+        )
+    except (RoleMissing, FileNotFoundError) as e:
+        print(f"torchtitan: error: trainer-{section.replica_id}: {e}", file=sys.stderr)
+        return ExitCode.FAILED
+    command = [sys.executable, *RANK_COMMAND]
+    if section.ranks_per_group == 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(command[0], command, rank_env(env, 0))
+    group = RankGroup(folder, f"trainer-{section.replica_id}", command, env)
+    return asyncio.run(group.run(section.ranks_per_group))
+
+
+def _lighthouse_url(folder: RunFolder) -> str:
+    given = os.environ.get(LIGHTHOUSE_ENV)
+    return given or wait_for_role(folder, "lighthouse", ROLE_WAIT_TIMEOUT_S)
+
+
+class RankGroup:
+    """The ranks of one group on this host."""
+
+    def __init__(
+        self, folder: RunFolder, name: str, command: list[str], env: Mapping[str, str]
+    ) -> None:
+        self._folder, self._name, self._command, self._env = folder, name, command, env
+
+    async def run(self, n_ranks: int) -> int:
+        """Start the ranks and wait. 0 when all ended with 0, else the code of the first that
+        did not (128 + number for a signal); SIGTERM ends all."""
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stopped.set)
+        ranks: list[process.Child] = []
+        for rank in range(n_ranks):
+            env = rank_env(self._env, rank)
+            ranks.append(process.spawn(self._command, log=self._log(rank), env=env))
+        waits = {asyncio.ensure_future(c.wait()): rank for rank, c in enumerate(ranks)}
+        stop = asyncio.ensure_future(stopped.wait())
+        failed = await self._first_failure(waits, stop)
+        stop.cancel()
+        if failed is None:
+            return ExitCode.DONE
+        await self._end(ranks, waits)
+        return failed
+
+    def _log(self, rank: int) -> Path:
+        attempt = int(self._env.get(ATTEMPT_ENV, "1"))
+        return self._folder.log_file(f"{self._name}.{rank}", attempt)
+
+    async def _first_failure(
+        self, waits: dict[asyncio.Future[int], int], stop: asyncio.Future[bool]
+    ) -> int | None:
+        pending: set[asyncio.Future] = {*waits, stop}
+        while pending != {stop}:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done - {stop}:
+                if (code := wait.result()) != 0:
+                    rank = waits[wait]
+                    print(
+                        f"torchtitan: error: {self._name}: rank {rank}: {process.describe(code)}; "
+                        f"log: {self._log(rank)}",
+                        flush=True,
+                    )
+                    return code if code > 0 else 128 - code
+            if stop in done:
+                return 128 + signal.SIGTERM
+        return None
+
+    async def _end(self, ranks: list[process.Child], waits: dict[asyncio.Future[int], int]) -> None:
+        trees = [p for rank in ranks for p in (rank.id, *process.descendants(rank.id))]
+        for rank in ranks:
+            if rank.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    rank.send(signal.SIGTERM)
+        await asyncio.wait(waits, timeout=RANK_EXIT_TIMEOUT_S)
+        await process.kill_until_gone(trees, time.monotonic() + RANK_EXIT_TIMEOUT_S)
