@@ -1,0 +1,350 @@
+"""The ledger: the journal, who lives, and the exactly-once rules, applied.
+
+The rollout role owns the one instance. Methods are plain calls on its event loop's thread;
+`service.py` puts them behind HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_rl_ft.journal import protocol
+from torchtitan_rl_ft.journal.members import LIVE_TTL_S, Members, process_gone
+from torchtitan_rl_ft.journal.protocol import (
+    PUBLISH,
+    SAVE,
+    Adopt,
+    AttachAnswer,
+    BatchRef,
+    CheckpointRef,
+    DutyView,
+    LedgerView,
+    Outcome,
+    Refusals,
+    Rewind,
+    State,
+    Verdict,
+)
+from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Decision, Member
+from torchtitan_rl_ft.journal.step_metrics import StepMetrics
+from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+
+LEASE_S = 60.0
+OFFER_AGAIN_S = 5.0  # a duty that was offered cuts the same member's long poll no sooner
+RECHECK_S = 0.5  # how soon a long poll notices that a duty's holder has died
+
+
+class Ledger:
+    """Authority on the run's history. See `protocol.py` for the rules."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        events: EventSink,
+        metrics_path: Path,
+        why_incomplete: Callable[[CheckpointRef], str | None],
+        max_numeric_refusals: int = 3,
+        at_numeric_limit: Literal["drop", "stop"] = "stop",
+        lease_s: float = LEASE_S,
+        live_ttl_s: float = LIVE_TTL_S,
+        mono_s: Callable[[], float] = time.monotonic,
+        gone: Callable[[Member], bool] = process_gone,
+    ) -> None:
+        """`why_incomplete` says why a checkpoint cannot be loaded (see checkpoints.py)."""
+        self.journal = journal
+        self._events, self._mono_s = events, mono_s
+        self._why_incomplete = why_incomplete
+        self._max_numeric_refusals = max_numeric_refusals
+        self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
+        self._lease_s = lease_s
+        self._members = Members(journal.members(), ttl_s=live_ttl_s, mono_s=mono_s, gone=gone)
+        self._metrics = StepMetrics(metrics_path, journal)
+        self._metrics.flush()
+        self._opened_mono_s = mono_s()
+        self._leases: dict[tuple[str, State, int], float] = {}
+        self._offered: dict[tuple[str, State], float] = {}
+        self._refusals = Refusals()
+        self._answered: dict[str, tuple[str, str]] = {}  # uuid -> (attempt, action)
+        self._last_verdict: dict[str, str] = {}
+        self._outcome: Outcome | None = None
+        self._pulse = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        journal.on_change(self._notify)
+
+    # What the rollout role uses -------------------------------------------------------------
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
+    def set_outcome(self, kind: Literal["done", "failed", "drained"], reason: str) -> None:
+        """The run is over: `next` and `begin` answer stop from now on. The first one stays."""
+        if self._outcome is None:
+            self._outcome = Outcome(kind, reason)
+        self._metrics.flush(final=True)
+        self._notify()
+
+    def fail(self, reason: str) -> None:
+        """The journal itself broke: stop the run without writing any more."""
+        if self._outcome is None:
+            self._outcome = Outcome("failed", reason)
+        self._notify()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Return at the next change of journal or outcome, or after `timeout_s`."""
+        self._loop = asyncio.get_running_loop()
+        pulse = self._pulse
+        try:
+            await asyncio.wait_for(pulse.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _notify(self) -> None:
+        """Wake all waiters; also from a thread that used the journal."""
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(self._swap_pulse)
+
+    def _swap_pulse(self) -> None:
+        self._pulse.set()
+        self._pulse = asyncio.Event()
+
+    def view(self) -> LedgerView:
+        return LedgerView(
+            tokens=self.journal.tokens,
+            plan=self.journal.plan,
+            members=self._members.views(),
+            checkpoints=self.journal.checkpoints(),
+            why_incomplete=self._why_incomplete,
+            freed_through=self.journal.freed_through,
+            known_history=self.journal.known_history,
+            outcome=self._outcome,
+        )
+
+    # What trainers ask ----------------------------------------------------------------------
+
+    def attach(self, member: Member) -> AttachAnswer:
+        """A new process asks what to load."""
+        self.journal.forget_members(self._members.forget_dead())
+        self.journal.add_member(member)
+        self._members.holds(member, State(0, GENESIS), "starting")
+        return protocol.decide_attach(self.view(), member.uuid)
+
+    def next_now(self, step: int, uuid: str) -> dict[str, Any] | None:
+        """The answer to `next` if there is one yet."""
+        if self._outcome is not None:
+            return {
+                "status": "stop",
+                "reason": self._outcome.reason,
+                "outcome": self._outcome.kind,
+            }
+        batch = protocol.decide_next(self.view(), step)
+        if batch is not None:
+            return {"status": "ready", "batch_id": batch.batch_id, "digest": batch.digest} | {
+                "step": self._step_of(batch)
+            }
+        if duties := self._offers(step, uuid):
+            return {"status": "waiting", "duties": duties}
+        return None
+
+    async def next(self, step: int, uuid: str, timeout_s: float) -> dict[str, Any]:
+        """Long poll for the batch after `step`."""
+        end = self._mono_s() + timeout_s
+        while True:
+            answer = self.next_now(step, uuid)
+            left = end - self._mono_s()
+            if answer is not None:
+                return answer
+            if left <= 0:
+                return {"status": "waiting", "duties": []}
+            await self.changed(min(left, RECHECK_S))
+
+    def _step_of(self, batch: BatchRef) -> int:
+        return next(s for s in reversed(self.journal.plan) if self.journal.plan[s] == batch)
+
+    def _offers(self, step: int, uuid: str) -> list[str]:
+        state = self.journal.tip
+        if step != state.step or uuid not in self._members:
+            return []
+        if not protocol.publish_due(self.view(), state, self._duty(PUBLISH, state)):
+            return []
+        now = self._mono_s()
+        if now - self._offered.get((uuid, state), -OFFER_AGAIN_S) < OFFER_AGAIN_S:
+            return []
+        self._offered = {k: t for k, t in self._offered.items() if k[1] == state}
+        self._offered[uuid, state] = now
+        return [PUBLISH]
+
+    def begin(
+        self,
+        member: Member,
+        state: State,
+        tail: CommitRecord | None,
+        *,
+        participants: int,
+        quorum_id: int,
+    ) -> Verdict:
+        """May this process train the next batch?"""
+        self._members.holds(member, state, "begin")
+        verdict = protocol.decide_begin(self.view(), member.uuid, state, tail)
+        for effect in verdict.effects:
+            match effect:
+                case Adopt(record):
+                    self.journal.commit(record, reporter=member.uuid, metrics=None, adopted=True)
+                    self._metrics.flush()
+                case Rewind(to_step):
+                    self.journal.rewind(to_step, reason=verdict.reason, member=member.uuid)
+        self._tell(member, state, verdict, participants, quorum_id)
+        return verdict
+
+    def _tell(
+        self, member: Member, state: State, verdict: Verdict, participants: int, quorum_id: int
+    ) -> None:
+        """Emit an answer other than GO, once while it stays the same."""
+        text = f"{verdict.decision}: {verdict.reason}"
+        if verdict.decision is Decision.GO:
+            self._last_verdict.pop(member.uuid, None)
+        elif self._last_verdict.get(member.uuid) != text:
+            self._last_verdict[member.uuid] = text
+            self._events.emit(
+                Kind.BEGIN,
+                cause=verdict.reason,
+                step=state.step,
+                decision=str(verdict.decision),
+                replica_id=member.replica_id,
+                uuid=member.uuid,
+                token=state.token,
+                participants=participants,
+                quorum_id=quorum_id,
+            )
+
+    def committed(
+        self, member: Member, record: CommitRecord, metrics: dict[str, Any]
+    ) -> tuple[protocol.CommitStatus, str, list[str]]:
+        """A group reports a commit: (status, reason, duties granted to it)."""
+        state = State(record.step, record.token)
+        self._members.holds(member, state, "committed")
+        status, reason = protocol.decide_commit(self.view(), record)
+        if status == "committed":
+            self.journal.commit(record, reporter=member.uuid, metrics=metrics)
+        elif status == "confirmed":
+            self.journal.confirm(record, reporter=member.uuid, metrics=metrics)
+        else:
+            return status, reason, []
+        self._metrics.flush()
+        granted, _ = self.duty(member, PUBLISH, state)
+        return status, reason, [PUBLISH] if granted else []
+
+    def duty(self, member: Member, kind: str, state: State) -> tuple[bool, str]:
+        """Ask for a duty."""
+        known = self._duty(kind, state)
+        granted, reason = protocol.decide_duty(self.view(), kind, state, member.uuid, known)
+        if granted:
+            key = self._key(kind, state)
+            if known is None or known.holder != member.uuid:
+                self.journal.grant_duty(kind, state, key[2], member.uuid)
+            self._leases[key] = self._mono_s() + self._lease_s
+        return granted, reason
+
+    def duty_done(self, member: Member, kind: str, state: State, result: dict[str, Any]) -> None:
+        """A duty's work is durable. Raises KeyError when `result` lacks what the kind needs."""
+        if kind == PUBLISH:
+            self.journal.add_published(int(result["version"]), state)
+        elif kind == SAVE:
+            self.journal.add_checkpoint(CheckpointRef(state.step, state.token, result["path"]))
+            self._free_covered()
+        else:
+            raise KeyError(f"no such duty: {kind}")
+        key = self._key(kind, state)
+        self.journal.finish_duty(kind, state, key[2], member.uuid)
+        self._leases.pop(key, None)
+
+    def _free_covered(self) -> None:
+        """Free the batches that the *oldest* complete checkpoint of this history covers: a
+        newer one may turn out torn."""
+        view = self.view()
+        for checkpoint in reversed(view.checkpoints):
+            on_chain = view.on_chain(State(checkpoint.step, checkpoint.token))
+            if on_chain and self._why_incomplete(checkpoint) is None:
+                self.journal.free_through(checkpoint.step)
+                return
+
+    def live(self, member: Member, state: State, phase: str) -> None:
+        """A beat: renews the member's life and its leases."""
+        if member.uuid not in self._members:
+            self.journal.add_member(member)
+        self._members.beats(member, state, phase)
+        now = self._mono_s()
+        for key in self._leases:
+            duty = self.journal.duty(*key)
+            if duty is not None and duty[0] == member.uuid:
+                self._leases[key] = now + self._lease_s
+
+    def refused(
+        self, member: Member, batch_id: int, cause: str, *, numeric: bool, attempt: str
+    ) -> protocol.RefusedAction:
+        """A group did not commit. `attempt` names the refusal, so that a repeated request
+        counts once."""
+        head = self.journal.head()
+        if self._outcome is not None:
+            return "stop"
+        if head is None or head.batch_id != batch_id:
+            return "retry"  # others went on: `begin` tells what to do
+        if self._answered.get(member.uuid, ("", ""))[0] == attempt:
+            return self._answered[member.uuid][1]  # type: ignore[return-value]
+        self._refusals, action, reason = protocol.decide_refused(
+            self._refusals,
+            batch_id=batch_id,
+            uuid=member.uuid,
+            members=self._members.living(),
+            numeric=numeric,
+            limit=self._max_numeric_refusals,
+            at_limit=self._at_numeric_limit,
+        )
+        self._answered[member.uuid] = (attempt, action)
+        if action == "drop":
+            self.journal.drop_batch(batch_id, f"{reason}: {cause}")
+        elif action == "stop":
+            self._events.emit(Kind.FAULT, cause=f"{reason}: {cause}", subject=f"batch {batch_id}")
+            self.set_outcome("failed", f"{reason}: {cause}")
+        return action
+
+    def status(self) -> dict[str, Any]:
+        tip, head, published = self.journal.tip, self.journal.head(), self.journal.published()
+        return {
+            "tip": {"step": tip.step, "token": tip.token},
+            "head": None if head is None else {"batch_id": head.batch_id, "digest": head.digest},
+            "sealed_ahead": self.journal.sealed_ahead,
+            "published": None
+            if published is None
+            else {"version": published[0], "step": published[1].step},
+            "freed_through": self.journal.freed_through,
+            "rewinds": self.journal.era,
+            "counts": self.journal.counts(),
+            "members": self._members.status(),
+            "outcome": None
+            if self._outcome is None
+            else {"outcome": self._outcome.kind, "reason": self._outcome.reason},
+        }
+
+    # Duties ---------------------------------------------------------------------------------
+
+    def _key(self, kind: str, state: State) -> tuple[str, State, int]:
+        """After a rewind the same state is published anew: serving holds a later policy. A
+        saved checkpoint stays saved."""
+        return kind, state, self.journal.era if kind == PUBLISH else 0
+
+    def _duty(self, kind: str, state: State) -> DutyView | None:
+        key = self._key(kind, state)
+        row = self.journal.duty(*key)
+        if row is None:
+            return None
+        holder, done = row
+        # A holder known from an earlier life of the ledger gets one whole lease.
+        until = self._leases.setdefault(key, self._opened_mono_s + self._lease_s)
+        return DutyView(holder, self._members.alive(holder), until - self._mono_s(), done)
