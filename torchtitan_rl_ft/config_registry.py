@@ -16,7 +16,7 @@ torchtitan_cpu.install()
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.config import CommConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 
 from torchtitan_rl_ft.config import overlay  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
@@ -27,10 +27,12 @@ from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
 
+REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
+
 
 def base() -> RLFaultTolerantTrainer.Config:
-    """Defaults of an RL job where they differ from TorchTitan's."""
-    cpu = torchtitan_cpu.needed()
+    """Defaults of an RL job where they differ from TorchTitan's; the same on every machine, so
+    that `torchtitan check` shows what any machine will do (config/registry_values.json)."""
     return RLFaultTolerantTrainer.Config(
         metrics=MetricsProcessor.Config(log_freq=1),
         optimizer=default_adamw(lr=1e-6),
@@ -41,19 +43,19 @@ def base() -> RLFaultTolerantTrainer.Config:
             steps=100,
             # torchft's collectives cannot be captured.
             disable_cuda_graphs=True,
-            mixed_precision_param="float32" if cpu else "bfloat16",
         ),
         parallelism=ParallelismConfig(),
         checkpoint=RLCheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
         activation_checkpoint=None,  # type: ignore[arg-type]
-        # gloo has no flight recorder.
-        comm=CommConfig(trace_buf_size=0 if cpu else 20000),
     )
 
 
 def finished(config: RLFaultTolerantTrainer.Config, job: Resolved) -> RLFaultTolerantTrainer.Config:
     """`config` with everything that `job` says: its sections, the loss they imply, the model."""
     config = overlay.apply(config, job)
+    if replica := os.environ.get(REPLICA_ENV):
+        group = dataclasses.replace(config.fault_tolerance, replica_id=int(replica))
+        config = dataclasses.replace(config, fault_tolerance=group)
     rl, model = job.sections.rl, job.sections.model
     assets = model.hf_assets_path or str(job.run_folder.model)
     return dataclasses.replace(

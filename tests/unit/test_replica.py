@@ -6,7 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
+from torchtitan.components.optimizer import (
+    LRSchedulersContainer,
+    OptimizersContainer,
+    default_adamw,
+)
 
 from torchtitan_rl_ft.replica.live_state import LiveState, StateMismatch
 from torchtitan_rl_ft.replica.rendezvous import RendezvousClient, rendezvous_id
@@ -174,7 +178,9 @@ def test_code_in_a_state_is_not_run(transports):
 
 class Lighthouse:
     def __init__(self):
-        self.result = SimpleNamespace(replica_ids=["a:1", "b:1"], quorum_id=1, max_step=0, heal=False)
+        self.result = SimpleNamespace(
+            replica_ids=["a:1", "b:1"], quorum_id=1, max_step=0, heal=False
+        )
 
     def _quorum(self, **kwargs):
         return SimpleNamespace(**vars(self.result))

@@ -75,7 +75,7 @@ class ReplicaGroup(TorchFTManager):
         return self.config.enable
 
     def get_dp_info(self, dp_degree: int, dp_rank: int) -> tuple[int, int]:
-        """A batch belongs to a step, not to a replica group: groups never enter data parallelism."""
+        """A batch belongs to a step: replica groups never enter data parallelism."""
         return dp_degree, dp_rank
 
     def maybe_set_all_reduce_hook(self, model_parts: list[torch.nn.Module]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from torchtitan_rl_ft.replica.group import LIGHTHOUSE_ENV
 from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder

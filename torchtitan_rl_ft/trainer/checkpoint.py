@@ -6,8 +6,6 @@ Which one is loaded is the ledger's decision: it knows which histories its check
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,35 +13,7 @@ from typing import Any, Protocol
 import torch
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
-from torchtitan_rl_ft.run_folder import write_atomic
-
-MARKER = "commit.json"
-
-
-def marker_of(path: str | Path) -> dict[str, Any] | None:
-    """The marker of a complete checkpoint: {step, token, files: {name: bytes}}; else None."""
-    path = Path(path)
-    try:
-        marker = json.loads((path / MARKER).read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    for name, size in marker["files"].items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size != size:
-            return None
-    return marker
-
-
-def write_marker(path: str | Path, step: int, token: str) -> None:
-    """Declare the checkpoint in `path` complete."""
-    path = Path(path)
-    files = {
-        str(f.relative_to(path)): f.stat().st_size
-        for f in sorted(path.rglob("*"))
-        if f.is_file() and f.name != MARKER
-    }
-    write_atomic(path / MARKER, json.dumps({"step": step, "token": token, "files": files}).encode())
-
+from torchtitan_rl_ft.journal.checkpoints import MARKER, write_marker
 
 class SaveDuty(Protocol):
     """Who may save, and who is told (the trainer)."""

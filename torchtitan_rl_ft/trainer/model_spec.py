@@ -33,13 +33,15 @@ def read_hf_config(hf_assets_path: str | Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise ModelConfigError(f"{path} does not exist: not a Hugging Face model directory") from None
+        raise ModelConfigError(
+            f"{path} does not exist: not a Hugging Face model directory"
+        ) from None
     except ValueError as e:
         raise ModelConfigError(f"{path} is not JSON: {e}") from None
 
 
 def rope_theta(hf: dict[str, Any]) -> float:
-    """transformers 5 keeps it in `rope_parameters`; a wrong theta loads silently, so it is required."""
+    """transformers 5 has it in `rope_parameters`. A wrong theta loads silently: it is required."""
     theta = hf.get("rope_theta") or hf.get("rope_parameters", {}).get("rope_theta")
     if theta is None:
         raise ModelConfigError("config.json names no rope_theta")
@@ -49,7 +51,9 @@ def rope_theta(hf: dict[str, Any]) -> float:
 def qwen3_from_hf(hf: dict[str, Any]) -> Qwen3Model.Config:
     """Dense Qwen3 as its HF config describes it. Raises ModelConfigError."""
     if hf.get("model_type") != "qwen3":
-        raise ModelConfigError(f"model_type {hf.get('model_type')!r} is not supported, only 'qwen3'")
+        raise ModelConfigError(
+            f"model_type {hf.get('model_type')!r} is not supported, only 'qwen3'"
+        )
     try:
         dim, layers, heads = hf["hidden_size"], hf["num_hidden_layers"], hf["num_attention_heads"]
         vocab, hidden = hf["vocab_size"], hf["intermediate_size"]
@@ -128,7 +132,9 @@ def _registry_model(flavor: str) -> Qwen3Model.Config:
     try:
         config = qwen3_registry(flavor, attn_backend="flex").model
     except (KeyError, ValueError) as e:
-        raise ModelConfigError(f"model.flavor {flavor!r}: TorchTitan's qwen3 has no such flavor ({e})") from None
+        raise ModelConfigError(
+            f"model.flavor {flavor!r}: TorchTitan's qwen3 has no such flavor ({e})"
+        ) from None
     assert isinstance(config, Qwen3Model.Config)
     return config
 
@@ -139,8 +145,8 @@ def _require_same_size(
     for field in ("dim", "vocab_size"):
         if getattr(ours, field) != getattr(stock, field):
             raise ModelConfigError(
-                f"model.flavor {flavor!r} has {field} {getattr(stock, field)}, but {directory}/config.json "
-                f"has {getattr(ours, field)}"
+                f"model.flavor {flavor!r} has {field} {getattr(stock, field)}, but "
+                f"{directory}/config.json has {getattr(ours, field)}"
             )
     if len(ours.layers) != len(stock.layers):
         raise ModelConfigError(

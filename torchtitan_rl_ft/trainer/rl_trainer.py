@@ -30,21 +30,36 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
 from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.journal.client import LedgerClient
-from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Decision, SealedBatch, next_token
+from torchtitan_rl_ft.journal.client import (
+    BatchWaitTimeout,
+    BeginAnswer,
+    CommitAnswer,
+    LedgerClient,
+    LiveBeats,
+    Offer,
+    Ready,
+    Stop,
+)
+from torchtitan_rl_ft.journal.protocol import PUBLISH, SAVE, BatchRef, CheckpointRef, State
+from torchtitan_rl_ft.journal.records import (
+    GENESIS,
+    CommitRecord,
+    Decision,
+    SealedBatch,
+    next_token,
+)
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.platform import torchtitan_cpu
 from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleUnreachable
-from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
 from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, Result, Work
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
-from torchtitan_rl_ft.trainer.presence import Heartbeat, PhaseClock, event_sink, this_member
+from torchtitan_rl_ft.trainer.presence import PhaseClock, event_sink, this_member
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.refusals import Refusals
 from torchtitan_rl_ft.trainer.rows import MicroBatch
@@ -53,8 +68,8 @@ from torchtitan_rl_ft.trainer.step_metrics import step_metrics
 
 logger = logging.getLogger(__name__)
 
-REPORT_DEADLINE_S = 60.0
-POLL_S = 20.0
+LEDGER_DEADLINE_S = 60.0
+POLL_S = 20.0  # ranks of a group wait for their first one in a collective: keep it busy
 RETRY_DELAY_S = 0.2
 
 
@@ -86,7 +101,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def __init__(self, config: Config) -> None:
         self.run_folder = find_run(config.dump_folder)
-        require_roles(self.run_folder, ("rollout", "serving"))
+        if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
+            require_roles(self.run_folder, ("rollout", "serving"))
         self._token = self.run_folder.token()
         if config.fault_tolerance.enable:
             set_lighthouse(self.run_folder)
@@ -117,12 +133,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.run_folder, self.member.replica_id, speaks=self.link.is_speaker
         )
         self.clock = PhaseClock(self.events)
-        self.ledger = LedgerClient(self._client("rollout"))
-        self._heartbeat = Heartbeat(
-            LedgerClient(self._client("rollout")),
-            self.member,
-            lambda: (self.committed_step, self.history, self.clock.phase),
-        )
+        self.ledger = LedgerClient(self._client("rollout"), self.member, LEDGER_DEADLINE_S)
+        self._beats = LiveBeats(LedgerClient(self._client("rollout"), self.member))
 
     def _client(self, role: str) -> RoleClient:
         return RoleClient(role, lambda: role_url(self.run_folder, role), self._token)
@@ -145,7 +157,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             loss=self.loss_fn,
             forward_backward=self._forward_backward,
             clip=self._clip,
-            enter=lambda phase: self.clock.enter(phase, self.committed_step + 1),
+            enter=self._enter,
             rows=config.training.local_batch_size,
             seq_len=config.training.seq_len,
             # Graph capture and compiled code want one shape; eager code is faster on short rows.
@@ -177,7 +189,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         try:
             super().train()
         finally:
-            self._heartbeat.stop()
+            self._beats.stop()
         assert self.stopped is not None
         logger.info("Run is over (%s): %s", self.stopped.outcome, self.stopped)
         if self.stopped.outcome == "failed":
@@ -185,16 +197,23 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def _start(self) -> None:
         """Take the state that the ledger names, then join the quorum."""
-        attach = self.link.ask(
-            lambda: self.ledger.attach(self.member, deadline_s=self._role_deadline_s())
-        )
+        attach, _ = self.link.ask(self.ledger.attach)
         for reason in attach.skipped:
             logger.warning("checkpoint skipped: %s", reason)
+            self.events.emit(Kind.WARN, cause=f"checkpoint skipped: {reason}")
         self._restore(attach.checkpoint)
         self.ft_manager.join(self.state, self._token, self.committed_step)
-        self._heartbeat.start()
+        self.link.tell(lambda: self._beats.start(self._state(), self.clock.phase))
 
-    def _restore(self, checkpoint: dict[str, Any] | None) -> None:
+    def _state(self) -> State:
+        return State(self.committed_step, self.history)
+
+    def _enter(self, phase: str) -> None:
+        """Enter `phase` of the step after the last commit."""
+        self.clock.enter(phase, self.committed_step + 1)
+        self._beats.update(self._state(), phase)
+
+    def _restore(self, checkpoint: CheckpointRef | None) -> None:
         """Load the named checkpoint, or the initial weights when there is none."""
         if checkpoint is None:
             self._load_initial_weights()
@@ -202,13 +221,14 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.committed_step, self.history, self.tail = 0, GENESIS, None
             self.ntokens_seen = 0
         else:
-            self.checkpointer.restore(int(checkpoint["step"]))
-            if self.history != checkpoint["token"]:
+            self.checkpointer.restore(checkpoint.step)
+            if self._state() != State(checkpoint.step, checkpoint.token):
                 raise RuntimeError(
-                    f"checkpoint {checkpoint['path']} holds history {self.history}, the ledger "
-                    f"expects {checkpoint['token']}"
+                    f"checkpoint {checkpoint.path} holds step {self.committed_step} of history "
+                    f"{self.history}, the ledger expects step {checkpoint.step} of "
+                    f"{checkpoint.token}"
                 )
-            self.events.emit(Kind.RESTORE, step=self.committed_step, path=checkpoint["path"])
+            self.events.emit(Kind.RESTORE, step=self.committed_step, path=checkpoint.path)
         self._write_learning_rates()
         self.step = self.committed_step
 
@@ -254,61 +274,61 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def _try_step(self) -> bool:
         head = self._wait_for_batch()
-        self.clock.enter("quorum", self.committed_step + 1)
+        self._enter("quorum")
         quorum = self._form_quorum()
         nonce = coverage.draw_nonce() if self.link.is_speaker else 0
         answer = self.link.ask(
             lambda: self.ledger.begin(
-                self.member,
-                step=self.committed_step,
-                token=self.history,
-                tail=self.tail,
+                self._state(),
+                self.tail,
                 participants=quorum.participants,
                 quorum_id=quorum.quorum_id,
-                deadline_s=self._begin_deadline_s(),
             )
         )
-        decision = Decision(answer.decision)
-        if decision is Decision.STOP:
+        if answer.decision is Decision.STOP:
             raise RunStopped("failed", answer.reason)
-        if decision is not Decision.GO:
-            self._stand_aside(quorum, decision, answer, head)
+        if answer.decision is not Decision.GO:
+            self._stand_aside(quorum, answer, head)
             return False
-        batch = self._fetch(answer.batch_id, answer.digest)
-        claim = coverage.Claim(self.committed_step, self.history, answer.digest, batch.n_samples)
+        assert answer.batch is not None
+        batch = self.ledger.batch(answer.batch)
+        claim = coverage.Claim(
+            self.committed_step, self.history, answer.batch.digest, batch.n_samples
+        )
         torch.manual_seed(self._step_seed())
         result = self._attempt.run(Work(claim, batch, quorum, nonce))
         if not result.committed:
             self._refuse(batch, quorum, result)
             return False
-        self._commit(batch, answer.digest, quorum, result)
+        self._commit(batch, answer.batch, quorum, result)
         return True
 
-    def _wait_for_batch(self) -> Any:
-        """Long-poll until the next batch is sealed, doing the duties that come up meanwhile."""
-        self.clock.enter("waiting_for_batch", self.committed_step + 1)
-        end = time.monotonic() + self.config.recovery.batch_wait_timeout_s
+    def _wait_for_batch(self) -> BatchRef:
+        """Wait until the next batch is sealed, doing the duties that come up meanwhile."""
+        self._enter("waiting_for_batch")
+        limit_s = self.config.recovery.batch_wait_timeout_s
+        end = time.monotonic() + limit_s
         while True:
-            head = self.link.ask(
-                lambda: self.ledger.next_batch(
-                    self.committed_step,
-                    self.member.uuid,
-                    timeout_s=POLL_S,
-                    deadline_s=REPORT_DEADLINE_S,
-                )
-            )
-            if head.status == "stop":
-                raise RunStopped(head.outcome, head.reason)
-            if "publish" in head.duties:
-                self._publish()
-                continue
-            if head.status == "ready":
-                return head
+            match self.link.ask(self._poll):
+                case Stop(outcome, reason):
+                    raise RunStopped(outcome, reason)
+                case Ready(batch=batch):
+                    return batch
+                case Offer(duties) if PUBLISH in duties:
+                    self._publish_if_granted()
+                    self._enter("waiting_for_batch")
             if self.link.ask(lambda: time.monotonic() > end):
-                raise TimeoutError(
+                raise BatchWaitTimeout(
                     f"no batch was sealed for step {self.committed_step + 1} within "
-                    f"recovery.batch_wait_timeout_s = {self.config.recovery.batch_wait_timeout_s:g}"
+                    f"recovery.batch_wait_timeout_s = {limit_s:g}"
                 )
+
+    def _poll(self) -> Ready | Offer | Stop | None:
+        try:
+            return self.ledger.next_batch(self.committed_step, POLL_S)
+        except BatchWaitTimeout as e:
+            logger.info("%s", e)
+            return None
 
     def _form_quorum(self) -> Quorum:
         """Raises RuntimeError when a peer's state could not be taken: a group that cannot heal
@@ -330,17 +350,17 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         )
         return quorum
 
-    def _stand_aside(self, quorum: Quorum, decision: Decision, answer: Any, head: Any) -> None:
+    def _stand_aside(self, quorum: Quorum, answer: BeginAnswer, head: BatchRef) -> None:
         """This group may not train now. Let the others see it at once, then do as told."""
+        logger.warning("standing aside (%s): %s", answer.decision, answer.reason)
         if quorum.participants > 1:
-            self._attempt.abstain(self._fetch(head.batch_id, head.digest).n_samples)
+            self._attempt.abstain(self.ledger.batch(head).n_samples)
             self.optimizers.zero_grad()
-        if decision is Decision.HEAL:
+        if answer.decision is Decision.HEAL:
             self.ft_manager.set_step(0)
-        elif decision is Decision.RESTORE:
+        elif answer.decision is Decision.RESTORE:
             self._restore(answer.checkpoint)
             self.ft_manager.set_step(self.committed_step)
-        logger.warning("standing aside (%s): %s", decision, answer.reason)
         time.sleep(RETRY_DELAY_S)
 
     def _refuse(self, batch: SealedBatch, quorum: Quorum, result: Result) -> None:
@@ -352,23 +372,16 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         logger.warning("step %d refused: %s", step, result.cause)
         if self.link.ask(lambda: result.numeric):
             action = self.link.ask(
-                lambda: self.ledger.refused(
-                    self.member,
-                    step=step,
-                    batch_id=batch.batch_id,
-                    cause=result.cause,
-                    numeric=True,
-                    deadline_s=REPORT_DEADLINE_S,
-                )
+                lambda: self.ledger.refused(step, batch.batch_id, result.cause, numeric=True)
             )
             if action == "stop":
                 raise RunStopped("failed", f"step {step}: {result.cause}")
         self._refusals.refused(step, quorum.members, result.cause)
 
-    def _commit(self, batch: SealedBatch, digest: str, quorum: Quorum, result: Result) -> None:
+    def _commit(self, batch: SealedBatch, ref: BatchRef, quorum: Quorum, result: Result) -> None:
         # From here on any exception ends the process: torchft's step has advanced, and a state
         # without the update must never be offered to a peer.
-        self.clock.enter("optimizer", self.committed_step + 1)
+        self._enter("optimizer")
         rates = self.lr_schedulers.get_metrics()
         self.optimizers.step()
         self.lr_schedulers.step()
@@ -377,55 +390,55 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         record = CommitRecord(
             step=self.committed_step + 1,
             batch_id=batch.batch_id,
-            digest=digest,
+            digest=ref.digest,
             prev_token=self.history,
-            token=next_token(self.history, digest, result.outcome.nonce),
+            token=next_token(self.history, ref.digest, result.outcome.nonce),
             participants=quorum.participants,
             quorum_id=quorum.quorum_id,
         )
         self.committed_step, self.history, self.tail = record.step, record.token, record
         self.step = record.step
+        self.ntokens_seen += batch.n_tokens
         metrics = step_metrics(result.outcome, result.grad_norm, rates, self.clock.restart())
         self._log(metrics)
-        self.clock.enter("report", record.step)
+        self._enter("report")
         reply = self.link.ask(lambda: self._report(record, metrics))
         if reply is not None and reply.status == "refused":
             logger.warning("the ledger refused step %d: %s", record.step, reply.reason)
             self.ft_manager.set_step(0)
-        elif reply is not None and "publish" in reply.duties:
+        elif reply is not None and PUBLISH in reply.duties:
             self._publish()
         self._first_step_done()
 
-    def _report(self, record: CommitRecord, metrics: dict[str, float]) -> Any:
+    def _report(self, record: CommitRecord, metrics: dict[str, float]) -> CommitAnswer | None:
         """The ledger's reply; None when it stays silent. The commit is not lost: `begin` shows
         the ledger our tail."""
         try:
-            return self.ledger.committed(
-                self.member, record, metrics, deadline_s=REPORT_DEADLINE_S
-            )
+            return self.ledger.committed(record, metrics)
         except RoleUnreachable as e:
             self.events.emit(Kind.WARN, cause=f"commit not reported: {e}", step=record.step)
             return None
 
+    def _publish_if_granted(self) -> None:
+        granted, reason = self.link.ask(lambda: self.ledger.duty(PUBLISH, self._state()))
+        if granted:
+            self._publish()
+        else:
+            logger.info("not publishing step %d: %s", self.committed_step, reason)
+            time.sleep(RETRY_DELAY_S)
+
     def _publish(self) -> None:
         """A lost publish is offered again, to this group or another, when the lease is over."""
-        step, token = self.committed_step, self.history
-        self.clock.enter("publish", step)
+        state = self._state()
+        self._enter("publish")
         try:
-            version = self._publisher.publish(step, token)
+            version = self._publisher.publish(state.step, state.token)
         except RoleUnreachable as e:
-            self.events.emit(Kind.FAULT, cause=f"publish failed: {e}", step=step, subject="serving")
-            return
-        self.link.ask(
-            lambda: self.ledger.duty_done(
-                self.member,
-                kind="publish",
-                step=step,
-                token=token,
-                result={"version": version},
-                deadline_s=REPORT_DEADLINE_S,
+            self.events.emit(
+                Kind.FAULT, cause=f"publish failed: {e}", step=state.step, subject="serving"
             )
-        )
+            return
+        self.link.ask(lambda: self.ledger.duty_done(PUBLISH, state, {"version": version}))
 
     def _first_step_done(self) -> None:
         """Shorten the timeout of this group's collectives after this process's first step; the
@@ -452,6 +465,15 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             global_valid_tokens=torch.ones((), device=self.device),
         )
 
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        seen = self.ntokens_seen
+        processed = super().post_dataloading_process(input_dict, labels)
+        # Tokens count once, when their step is committed.
+        self.ntokens_seen = seen
+        return processed
+
     def _clip(self) -> torch.Tensor:
         return dist_utils.clip_grad_norm_(
             self._parameters(),
@@ -462,15 +484,10 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         )
 
     def _step_seed(self) -> int:
-        """RNG as a function of run seed, step and rank: a retried or replayed step draws the same."""
+        """RNG as a function of run seed, step and rank: a replayed step draws the same."""
         seed = self.config.debug.seed or 0
         text = f"{seed}|{self.committed_step}|{self._rank_seed}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-    def _fetch(self, batch_id: int, digest: str) -> SealedBatch:
-        data = self.ledger.batch(batch_id, digest, deadline_s=REPORT_DEADLINE_S)
-        self.ntokens_seen += data.n_tokens
-        return data
 
     def _log(self, metrics: dict[str, float]) -> None:
         if self.metrics_processor.should_log(self.step):
@@ -479,15 +496,6 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.metrics_processor.log(
                 self.step, metrics["loss"], metrics["loss"], metrics["grad_norm"], {}
             )
-
-    # Deadlines --------------------------------------------------------------------------
-
-    def _role_deadline_s(self) -> float:
-        return float(self.config.comm.init_timeout_seconds)
-
-    def _begin_deadline_s(self) -> float:
-        """Peers wait in the first collective for the slowest begin of a quorum."""
-        return max(2.0, 0.8 * self.config.fault_tolerance.process_group_timeout_ms / 1000)
 
     # State ------------------------------------------------------------------------------
 
@@ -524,33 +532,18 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         return self.link.is_speaker
 
     def may_save(self, step: int) -> bool:
-        self.clock.enter("checkpoint", step)
-        return self.link.ask(
-            lambda: self.ledger.duty(
-                self.member,
-                kind="save",
-                step=step,
-                token=self.history,
-                deadline_s=REPORT_DEADLINE_S,
-            )
-        )
+        self._enter("checkpoint")
+        granted, reason = self.link.ask(lambda: self.ledger.duty(SAVE, self._state()))
+        if not granted:
+            logger.info("not saving step %d: %s", step, reason)
+        return granted
 
     def saved(self, step: int, token: str, path: str) -> None:
-        self.events.emit(Kind.CHECKPOINT, step=step, path=path)
-        self.link.ask(
-            lambda: self.ledger.duty_done(
-                self.member,
-                kind="save",
-                step=step,
-                token=token,
-                result={"path": path},
-                deadline_s=REPORT_DEADLINE_S,
-            )
-        )
+        self.link.ask(lambda: self.ledger.duty_done(SAVE, State(step, token), {"path": path}))
 
     def close(self) -> None:
-        if hasattr(self, "_heartbeat"):
-            self._heartbeat.stop()
+        if hasattr(self, "_beats"):
+            self._beats.stop()
         if hasattr(self, "ft_manager"):
             self.ft_manager.leave()
         super().close()

@@ -1,0 +1,116 @@
+"""The other roles of a run for trainer tests: a real ledger with made-up batches, and a serving
+that only counts versions. Real SGLang and rollouts are in the integration tests of the whole job.
+
+    python tests/fakes/run_host.py RUN_FOLDER --steps 8 [--ahead 4] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+from aiohttp import web
+
+from torchtitan_rl_ft.journal.checkpoints import checker
+from torchtitan_rl_ft.journal.ledger import Ledger
+from torchtitan_rl_ft.journal.records import SealedBatch
+from torchtitan_rl_ft.journal.service import routes
+from torchtitan_rl_ft.journal.store import Journal, NewGroup
+from torchtitan_rl_ft.observability.events import EventLog
+from torchtitan_rl_ft.rpc.server import make_app, start
+from torchtitan_rl_ft.run_folder import RunFolder
+
+GROUPS, SAMPLES, VOCAB = 4, 4, 16
+
+
+def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
+    """GROUPS x SAMPLES samples of random length: a pure function of (step, seed)."""
+    rng = np.random.default_rng([seed, step])
+    n = GROUPS * SAMPLES
+    prompts, answers = rng.integers(2, 6, n), rng.integers(1, 9, n)
+    lengths = prompts + answers
+    total = int(lengths.sum())
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = np.zeros(total, np.uint8)
+    for i in range(n):
+        mask[offsets[i] + prompts[i] : offsets[i + 1]] = 1
+    rewards = rng.random(n).astype(np.float32)
+    advantages = rewards - rewards.reshape(GROUPS, SAMPLES).mean(1).repeat(SAMPLES)
+    logprobs = np.where(mask, -np.log(VOCAB) + rng.normal(0, 0.1, total), 0.0)
+    arrays = {
+        "tokens": rng.integers(3, VOCAB, total).astype(np.int32),
+        "sample_offsets": offsets.astype(np.int64),
+        "prompt_lens": prompts.astype(np.int32),
+        "logprobs": logprobs.astype(np.float32),
+        "loss_mask": mask,
+        "versions": np.where(mask, step, -1).astype(np.int32),
+        "weights": (mask / mask.sum()).astype(np.float32),
+        "advantages": advantages.astype(np.float32),
+        "rewards": rewards,
+        "group_ids": np.repeat(group_ids, SAMPLES).astype(np.int64),
+    }
+    meta = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "policy_version": step,
+        "policy_age/mean": 0.0,
+    }
+    return SealedBatch(0, arrays, meta)
+
+
+def seal_one(journal: Journal, seed: int) -> None:
+    step = len(journal.plan) + 1
+    ids = journal.issue([NewGroup({"n": i}, f"{step}:{i}") for i in range(GROUPS)], {"step": step})
+    for group_id in ids:
+        journal.accept(group_id, {"x": np.zeros(1)})
+    journal.seal(made_up_batch(step, seed, ids), ids)
+
+
+async def host(run: RunFolder, steps: int, ahead: int, seed: int) -> None:
+    events = EventLog(run.events, run=run.path.name, role="rollout", name="rollout")
+    journal = Journal.open(run.journal, events=events)
+    ledger = Ledger(
+        journal, events=events, metrics_path=run.metrics, why_incomplete=checker(run.path)
+    )
+    versions: dict[tuple[int, str], int] = {}
+    counter = itertools.count(1)
+
+    async def publish(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert (Path(body["path"]) / "manifest.json").exists()
+        version = versions.setdefault((body["step"], body["token"]), 0) or next(counter)
+        versions[(body["step"], body["token"])] = version
+        return web.json_response({"version": version, "installed": []})
+
+    app = make_app(run.token(), [*routes(ledger), web.post("/v1/publish", publish)])
+    url, runner = await start(app)
+    run.register("rollout", url)
+    run.register("serving", url)
+    while journal.tip.step < steps:
+        while len(journal.plan) < min(steps, journal.tip.step + ahead):
+            seal_one(journal, seed)
+        await asyncio.sleep(0.02)
+    last = journal.tip
+    while journal.version_of(last) is None:
+        await asyncio.sleep(0.02)
+    ledger.set_outcome("done", f"{steps} steps")
+    await asyncio.sleep(5)
+    await runner.cleanup()
+    journal.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ahead", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    asyncio.run(host(RunFolder(args.run), args.steps, args.ahead, args.seed))
+
+
+if __name__ == "__main__":
+    main()
