@@ -1,0 +1,183 @@
+"""The `torchtitan` command. Nothing here imports torch; roles are imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from torchtitan_rl_ft.config import checks
+from torchtitan_rl_ft.config.command_line import Override, split_overrides
+from torchtitan_rl_ft.config.errors import ConfigError, near_miss
+from torchtitan_rl_ft.config.resolve import Resolved, resolve_overrides
+from torchtitan_rl_ft.config.schema import load_schema
+from torchtitan_rl_ft.config.toml_file import shipped
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.run_folder import RUN_ENV
+
+ROLES = ("lighthouse", "serving", "rollout", "trainer")
+
+DESCRIPTION = "RL post-training on TorchTitan that does not stop when machines do."
+
+EPILOG = """\
+exit codes: 0 done; 1 failed, a restart may help; 2 wrong configuration; 3 stopped on numeric
+grounds; 75 saved, start again to go on; 130 interrupted. 2 and 3 are not worth a restart.
+"""
+
+RUN_DESCRIPTION = """\
+Run a job: lighthouse, serving with its engines, rollout and trainers, until it is done.
+With --role, run one role of a job in this process.
+
+Every key is set by --section.key VALUE (or =VALUE; a flag by --section.key or --section.no-key),
+which goes over FILE, which goes over the registry function job.module:job.config, which goes over
+the defaults. `torchtitan help SECTION` explains the keys of a section.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (see ExitCode)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        overrides, rest = split_overrides(load_schema(), arguments)
+        args = _parser().parse_args(rest)
+        return args.command(args, overrides)
+    except ConfigError as e:
+        for problem in e.problems:
+            _say(f"error: {problem}")
+        return ExitCode.CONFIG
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    sections = textwrap.fill("sections: " + ", ".join(load_schema().sections), 96)
+    files = "configs shipped with the package: " + ", ".join(shipped())
+    common = {
+        "epilog": f"{sections}\n{files}",
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    file_help = "TOML file: a path, or the name of a shipped one (same as --job.config_file)"
+
+    run = commands.add_parser("run", help="run a job", description=RUN_DESCRIPTION, **common)
+    run.add_argument("file", nargs="?", metavar="FILE", help=file_help)
+    run.add_argument("--role", choices=ROLES, help="run only this role, in this process")
+    run.add_argument(
+        "--run-folder",
+        metavar="DIR",
+        help="take the configuration of the job that runs in DIR (its config.resolved.json)",
+    )
+    run.set_defaults(command=_run)
+
+    check = commands.add_parser(
+        "check",
+        help="check a configuration without starting anything",
+        description="Print every value with its origin, then check them: rules between keys, "
+        "TorchTitan's config, and the model on the meta device.",
+        **common,
+    )
+    check.add_argument("file", nargs="?", metavar="FILE", help=file_help)
+    check.add_argument("--quick", action="store_true", help="only what needs no torch")
+    check.set_defaults(command=_check)
+
+    helping = commands.add_parser("help", help="explain the keys of a section")
+    helping.add_argument("section", metavar="SECTION")
+    helping.set_defaults(command=_help)
+    return parser
+
+
+# Commands -----------------------------------------------------------------------------------
+
+
+def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
+    resolved = _resolve(args.file, args.run_folder, overrides, needed="a job to run")
+    _quick_checks(resolved)
+    return _role_main(args.role or "supervisor", resolved)
+
+
+def _role_main(role: str, resolved: Resolved) -> int:
+    return importlib.import_module(f"torchtitan_rl_ft.roles.{role}").main(resolved)
+
+
+def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.config import listing
+
+    resolved = _resolve(args.file, None, overrides, needed="a job to check")
+    listing.show(resolved)
+    _quick_checks(resolved)
+    if not args.quick:
+        from torchtitan_rl_ft.config import deep_checks
+
+        report = deep_checks.run(resolved)
+        for warning in report.warnings:
+            _say(f"warning: {warning}")
+        if report.problems:
+            raise ConfigError(report.problems)
+        _say(report.summary)
+    _say("the configuration is good")
+    return ExitCode.DONE
+
+
+def _help(args: argparse.Namespace, overrides: list[Override]) -> int:
+    sections = load_schema().sections
+    section = sections.get(args.section.strip("[]").replace("-", "_"))
+    if section is None:
+        raise ConfigError(f"unknown section [{args.section}]{near_miss(args.section, sections)}")
+    for key in section.keys.values():
+        print(f"{key.path} = {key.default!r}  ({key.type})")
+        print(textwrap.fill(key.help, 96, initial_indent="    ", subsequent_indent="    "))
+    return ExitCode.DONE
+
+
+# Parts --------------------------------------------------------------------------------------
+
+
+def _resolve(
+    file: str | None, run_folder: str | None, overrides: list[Override], needed: str
+) -> Resolved:
+    """From the run folder when one is named, else from the file."""
+    given = {o.path: o.value for o in overrides}
+    named = given.get("job.config_file")
+    if file is not None:
+        if named not in (None, file):
+            raise ConfigError(f"two config files: {file} and --job.config_file {named}")
+        overrides = [Override("job.config_file", file), *overrides]
+        named = file
+    if run_folder is None and named is None:
+        run_folder = os.environ.get(RUN_ENV)
+    if run_folder is not None:
+        if named is not None or "job.dump_folder" in given:
+            raise ConfigError("--run-folder brings its own configuration: name no other")
+        return Resolved.read(run_folder).with_overrides(overrides)
+    if named is None and "job.module" not in given:
+        raise ConfigError(
+            f"{needed} is named by a file: torchtitan run --job.config_file FILE "
+            f"(shipped with the package: {', '.join(shipped())})"
+        )
+    return resolve_overrides(overrides)
+
+
+def _quick_checks(resolved: Resolved) -> None:
+    """Print notes and warnings. Raises ConfigError."""
+    for note in resolved.notes:
+        _say(note)
+    report = checks.check(resolved)
+    for warning in report.warnings:
+        _say(f"warning: {warning}")
+    if report.problems:
+        raise ConfigError(report.problems)
+
+
+def _say(line: str) -> None:
+    print(f"torchtitan: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,223 @@
+"""One job, resolved: command line over TOML over registry function over defaults, each value
+with its origin. No torch here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl_ft.config.automatic import automatic_values
+from torchtitan_rl_ft.config.command_line import Override, split_overrides
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.file_values import Values, file_values
+from torchtitan_rl_ft.config.registry import registry_values
+from torchtitan_rl_ft.config.schema import load_schema
+from torchtitan_rl_ft.config.sections import Sections
+from torchtitan_rl_ft.config.toml_file import read_toml
+from torchtitan_rl_ft.config.value_types import WrongValue
+from torchtitan_rl_ft.run_folder import RunFolder, write_atomic
+
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+REGISTRY = "registry "
+AUTOMATIC = "automatic: "
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Every value of a job and where it came from."""
+
+    values: Values
+    """section -> key -> value, of every section."""
+
+    origins: dict[str, str]
+    """"section.key" -> "default", "registry module:function", "file:line", "command line" or
+    "automatic: why"."""
+
+    sections: Sections = field(init=False)
+    """This package's sections as dataclasses."""
+
+    extra: dict[str, Any] = field(init=False)
+    """Sections of other packages as their dataclasses."""
+
+    def __post_init__(self) -> None:
+        schema = load_schema()
+        own = {f.name for f in dataclasses.fields(Sections)}
+        built = {
+            name: section.dataclass(**copy.deepcopy(self.values[name]))
+            for name, section in schema.sections.items()
+            if section.dataclass is not None
+        }
+        object.__setattr__(self, "sections", Sections(**{n: built[n] for n in own}))
+        object.__setattr__(self, "extra", {n: s for n, s in built.items() if n not in own})
+
+    @property
+    def titan(self) -> Values:
+        """The values of TorchTitan's own sections."""
+        schema = load_schema()
+        return {n: v for n, v in self.values.items() if schema.sections[n].dataclass is None}
+
+    @property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(self.sections.job.dump_folder)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided for the user, a line each."""
+        return [
+            f"{path} = {self.get(path)!r} ({origin})"
+            for path, origin in self.origins.items()
+            if origin.startswith(AUTOMATIC)
+        ]
+
+    def get(self, path: str) -> Any:
+        """The value of "section.key"."""
+        section, _, key = path.partition(".")
+        return self.values[section][key]
+
+    def given(self, path: str) -> bool:
+        """True when a person set the value, in the TOML or on the command line."""
+        origin = self.origins[path]
+        return origin != DEFAULT and not origin.startswith((REGISTRY, AUTOMATIC))
+
+    def where(self, path: str) -> str:
+        """`section.key = value (origin)`, for messages."""
+        return f"{path} = {self.get(path)!r} ({self.origins[path]})"
+
+    def with_overrides(self, overrides: Sequence[Override]) -> Resolved:
+        """The same job with values from the command line on top."""
+        values, origins = copy.deepcopy(self.values), dict(self.origins)
+        _put_overrides(values, origins, overrides)
+        return _finished(values, origins)
+
+    def write(self, folder: RunFolder | None = None) -> Path:
+        """Write `config.resolved.json` into the run folder and return its path."""
+        path = (folder or self.run_folder).resolved_config
+        data = {"values": self.values, "origins": self.origins}
+        write_atomic(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n")
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Resolved:
+        """Read `config.resolved.json` (or a run folder that holds one). The folder of the file
+        is the run folder, wherever it was moved. Raises ConfigError."""
+        path = Path(path)
+        if path.is_dir():
+            path = RunFolder(path).resolved_config
+        try:
+            data = json.loads(path.read_bytes())
+            values, origins = data["values"], data["origins"]
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{path} does not exist: start the job with `torchtitan run`, or name its file "
+                "with --job.config_file"
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"{path} cannot be read: {e}") from None
+        checked = _checked(str(path), values)
+        checked["job"]["dump_folder"] = str(path.resolve().parent)
+        return cls(checked, {p: origins.get(p, DEFAULT) for p in _paths()})
+
+
+def resolve(
+    argv: Sequence[str] = (),
+    *,
+    registry: Callable[[str, str], Values] = registry_values,
+) -> Resolved:
+    """Resolve `--section.key value` arguments, `--job.config_file` among them.
+
+    Raises ConfigError with every problem of a stage: command line, then file, then registry.
+    """
+    overrides, rest = split_overrides(load_schema(), argv)
+    if rest:
+        raise ConfigError(f"command line: {rest[0]!r} is no --section.key")
+    return resolve_overrides(overrides, registry=registry)
+
+
+def resolve_overrides(
+    overrides: Sequence[Override],
+    *,
+    registry: Callable[[str, str], Values] = registry_values,
+) -> Resolved:
+    """`resolve` for arguments that are parsed already."""
+    given = {o.path: o.value for o in overrides}
+    name = given.get("job.config_file", "")
+    file = read_toml(name) if name else None
+    from_file = file_values(file) if file is not None else {}
+    values, origins = _defaults()
+    base = {
+        key: given.get(f"job.{key}", from_file.get("job", {}).get(key, values["job"][key]))
+        for key in ("module", "config")
+    }
+    origin = f"{REGISTRY}{base['module']}:{base['config']}"
+    for section, keys in registry(base["module"], base["config"]).items():
+        for key, value in keys.items():
+            values[section][key] = value
+            origins[f"{section}.{key}"] = origin
+    for section, keys in from_file.items():
+        for key, value in keys.items():
+            assert file is not None
+            values[section][key] = value
+            origins[f"{section}.{key}"] = file.place(section, key)
+    _put_overrides(values, origins, overrides)
+    return _finished(values, origins)
+
+
+def _put_overrides(values: Values, origins: dict[str, str], overrides: Sequence[Override]) -> None:
+    for override in overrides:
+        section, _, key = override.path.partition(".")
+        values[section][key] = override.value
+        origins[override.path] = COMMAND_LINE
+
+
+def _finished(values: Values, origins: dict[str, str]) -> Resolved:
+    """Add what follows from the rest, anew when the rest has changed."""
+    schema = load_schema()
+    for path, origin in origins.items():
+        if origin.startswith(AUTOMATIC):
+            key = schema.find(path)
+            values[key.section][key.name] = copy.deepcopy(key.default)
+            origins[path] = DEFAULT
+    for path, (value, why) in automatic_values(values, origins).items():
+        section, _, key = path.partition(".")
+        values[section][key] = value
+        origins[path] = AUTOMATIC + why
+    return Resolved(values, origins)
+
+
+def _paths() -> typing.Iterator[str]:
+    return (key.path for key in load_schema().keys())
+
+
+def _defaults() -> tuple[Values, dict[str, str]]:
+    sections = load_schema().sections
+    values = {
+        name: {k.name: copy.deepcopy(k.default) for k in section.keys.values()}
+        for name, section in sections.items()
+    }
+    return values, {path: DEFAULT for path in _paths()}
+
+
+def _checked(name: str, values: Any) -> Values:
+    """Values of a resolved file: every known key, of its type. Raises ConfigError."""
+    sections = load_schema().sections
+    checked: Values = {}
+    for section in sections.values():
+        checked[section.name] = {}
+        for key in section.keys.values():
+            try:
+                value = values[section.name][key.name]
+                checked[section.name][key.name] = key.type.accept(value)
+            except (KeyError, TypeError):
+                raise ConfigError(
+                    f"{name}: {key.path} is missing: written by another version of this package?"
+                ) from None
+            except WrongValue as e:
+                raise ConfigError(f"{name}: {key.path}: {e}") from None
+    return checked

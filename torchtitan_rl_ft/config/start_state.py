@@ -1,0 +1,138 @@
+"""How a job may start in its run folder. The decision is a pure function and a table
+(docs/configuration.md shows the same one)."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from torchtitan_rl_ft.config.resolve import Resolved
+
+CHECKPOINT_MARKER = "commit.json"
+"""Written last into a checkpoint folder; one without it is torn."""
+
+JOURNAL_FILE = "journal.sqlite"
+
+
+class Start(StrEnum):
+    FRESH = "fresh"  # step 0
+    RESUME = "resume"  # from checkpoint and journal, with new engines
+    REATTACH = "reattach"  # as resume, with the engines of the living session
+    REFUSE = "refuse"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is in the run folder."""
+
+    path: str
+    checkpoint: bool
+    """At least one complete checkpoint."""
+
+    journal: bool
+    """A journal that holds something."""
+
+    session_alive: bool
+    """The serving role of an earlier job is still up."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the configuration asks for."""
+
+    auto_continue: bool
+    exit_on_missing_checkpoint: bool
+    journaling: bool
+
+    @classmethod
+    def of(cls, resolved: Resolved) -> Wish:
+        recovery = resolved.sections.recovery
+        return cls(
+            recovery.auto_continue_train,
+            recovery.exit_on_missing_checkpoint,
+            resolved.sections.rollout.journal,
+        )
+
+
+@dataclass(frozen=True)
+class StartDecision:
+    start: Start
+    reason: str
+    """For people; how to mend it when refused."""
+
+
+def decide(found: Found, wish: Wish) -> StartDecision:
+    """Pure; see the table in docs/configuration.md."""
+    where = f"run folder {found.path}"
+    if not wish.auto_continue:
+        holds = [
+            name
+            for name, there in (
+                ("a checkpoint", found.checkpoint),
+                ("a journal", found.journal),
+                ("a living serving session", found.session_alive),
+            )
+            if there
+        ]
+        if not holds:
+            return StartDecision(Start.FRESH, f"{where} holds no earlier run")
+        return _refuse(
+            f"{where} holds {' and '.join(holds)} of an earlier run: set "
+            "recovery.auto_continue_train = true to go on with it, or job.dump_folder to another "
+            "folder"
+        )
+    if not found.checkpoint and wish.exit_on_missing_checkpoint:
+        return _refuse(
+            f"{where} holds no complete checkpoint, and recovery.exit_on_missing_checkpoint = true "
+            "forbids a start without one"
+        )
+    if found.checkpoint and wish.journaling and not found.journal:
+        return _refuse(
+            f"{where} holds a checkpoint but no journal, so the place of the checkpoint in its "
+            "history is unknown: give the checkpoint to a new job.dump_folder with "
+            "checkpoint.initial_load_path, or set rollout.journal = false"
+        )
+    if found.session_alive:
+        return StartDecision(Start.REATTACH, f"{where}: going on with the living serving session")
+    if found.checkpoint:
+        return StartDecision(Start.RESUME, f"{where}: from its newest complete checkpoint")
+    if found.journal and wish.journaling:
+        return StartDecision(Start.RESUME, f"{where}: its journal, from the initial weights")
+    return StartDecision(Start.FRESH, f"{where} holds nothing to go on with")
+
+
+def _refuse(reason: str) -> StartDecision:
+    return StartDecision(Start.REFUSE, reason)
+
+
+def observe(resolved: Resolved) -> Found:
+    """Look into the run folder of a job; a folder that does not exist is empty."""
+    folder = resolved.run_folder
+    serving = folder.role("serving")
+    return Found(
+        path=str(folder.path),
+        checkpoint=_has_checkpoint(folder.path / resolved.get("checkpoint.folder")),
+        journal=_has_journal(folder.journal / JOURNAL_FILE),
+        session_alive=serving is not None and serving.alive(),
+    )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any(folder.glob(f"step-*/{CHECKPOINT_MARKER}"))
+
+
+def _has_journal(path: Path) -> bool:
+    """True unless the journal is missing or was never written to by a run."""
+    if not path.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5.0)) as db:
+            return bool(db.execute("SELECT EXISTS (SELECT 1 FROM groups)").fetchone()[0])
+    except sqlite3.OperationalError as e:
+        # Created, but not even its tables: its writer was stopped at once.
+        return "no such table" not in str(e)
+    except sqlite3.DatabaseError:
+        return True  # damaged: the journal itself says how to mend that
