@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.journal.errors import JournalWriteError
-from torchtitan_rl_ft.journal.store import Commit, Journal
+from torchtitan_rl_ft.journal.history import Commit
+from torchtitan_rl_ft.journal.store import Journal
 
 # Keys that each line has; null where neither the report nor the batch told a value.
 REQUIRED = (

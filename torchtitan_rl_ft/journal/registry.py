@@ -1,0 +1,108 @@
+"""The journal's register of checkpoints, published policies, duties and members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_rl_ft.journal.protocol import CheckpointRef, State
+from torchtitan_rl_ft.journal.records import Member
+from torchtitan_rl_ft.journal.tables import Tables
+from torchtitan_rl_ft.observability.events import Kind
+
+
+class Registry(Tables):
+    """Rows about states of the history. Whether a state is on the living chain is not judged
+    here."""
+
+    # Checkpoints and published policies --------------------------------------------------
+
+    def add_checkpoint(self, checkpoint: CheckpointRef) -> None:
+        """A checkpoint is durable at its path."""
+        with self._db.write() as db:
+            added = db.execute(
+                "INSERT OR IGNORE INTO checkpoints (step, token, path, saved_wall_s)"
+                " VALUES (?, ?, ?, ?)",
+                (checkpoint.step, checkpoint.token, checkpoint.path, self._wall_s()),
+            ).rowcount
+        if added:
+            self._events.emit(
+                Kind.CHECKPOINT,
+                step=checkpoint.step,
+                path=checkpoint.path,
+                token=checkpoint.token,
+            )
+        self._changed()
+
+    def checkpoints(self) -> list[CheckpointRef]:
+        """All that were ever durable, the newest first; whether one still is, its files say."""
+        rows = self._db.all("SELECT step, token, path FROM checkpoints ORDER BY step DESC, id DESC")
+        return [CheckpointRef(*row) for row in rows]
+
+    def add_published(self, version: int, state: State) -> None:
+        with self._db.write() as db:
+            db.execute(
+                "INSERT INTO published (version, step, token, era, published_wall_s)"
+                " VALUES (?, ?, ?, (SELECT count(*) FROM rewinds), ?)",
+                (version, state.step, state.token, self._wall_s()),
+            )
+        self._events.emit(Kind.PUBLISH, step=state.step, version=version, token=state.token)
+        self._changed()
+
+    def published(self) -> tuple[int, State] | None:
+        """The last announced policy: (version, state)."""
+        row = self._db.one("SELECT version, step, token FROM published ORDER BY id DESC LIMIT 1")
+        return None if row is None else (row[0], State(row[1], row[2]))
+
+    def version_of(self, state: State) -> int | None:
+        """The newest version that was published from `state`."""
+        row = self._db.one(
+            "SELECT version FROM published WHERE step = ? AND token = ? ORDER BY id DESC LIMIT 1",
+            state.step,
+            state.token,
+        )
+        return None if row is None else row[0]
+
+    # Duties and members ---------------------------------------------------------------------
+
+    def grant_duty(self, kind: str, state: State, era: int, holder: str) -> None:
+        with self._db.write() as db:
+            db.execute(
+                "INSERT INTO duties VALUES (?, ?, ?, ?, ?, 0) ON CONFLICT DO UPDATE"
+                " SET holder = excluded.holder WHERE done = 0",
+                (kind, state.step, state.token, era, holder),
+            )
+        self._changed()
+
+    def finish_duty(self, kind: str, state: State, era: int, holder: str) -> None:
+        with self._db.write() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO duties VALUES (?, ?, ?, ?, ?, 1)",
+                (kind, state.step, state.token, era, holder),
+            )
+        self._changed()
+
+    def duty(self, kind: str, state: State, era: int) -> tuple[str, bool] | None:
+        """(holder, done), or None when it was never granted."""
+        row = self._db.one(
+            "SELECT holder, done FROM duties WHERE kind = ? AND step = ? AND token = ? AND era = ?",
+            kind,
+            state.step,
+            state.token,
+            era,
+        )
+        return None if row is None else (row[0], bool(row[1]))
+
+    def add_member(self, member: Member) -> None:
+        with self._db.write() as db:
+            db.execute(
+                "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?)",
+                (member.uuid, member.replica_id, member.pid, member.start_time, member.host),
+            )
+
+    def forget_members(self, uuids: Sequence[str]) -> None:
+        with self._db.write() as db:
+            db.executemany("DELETE FROM members WHERE uuid = ?", [(u,) for u in uuids])
+
+    def members(self) -> list[Member]:
+        rows = self._db.all("SELECT replica_id, uuid, pid, start_time, host FROM members")
+        return [Member(*row) for row in rows]
