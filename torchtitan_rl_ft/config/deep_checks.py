@@ -68,6 +68,9 @@ def _check_model(resolved: Resolved, config: Any) -> str:
     from torchtitan.components.optimizer import OptimizersContainer
 
     model_config = config.model_spec.model
+    pipeline = "parallelism.pipeline_parallel_degree"
+    if resolved.get(pipeline) > 1 and config.model_spec.pipelining_fn is None:
+        raise ConfigError(f"this model cannot be pipelined: {resolved.where(pipeline)}")
     try:
         model_config.update_from_config(config=config)
         with torch.device("meta"):

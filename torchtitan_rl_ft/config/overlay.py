@@ -25,8 +25,9 @@ _FLAT_OPTIMIZER = ("name", "lr", "beta1", "beta2", "eps", "weight_decay")
 
 
 def apply(trainer_config: Any, resolved: Resolved) -> Any:
-    """`trainer_config` with every value of the job that is not a default: those stay as they came
-    from the registry function, whose own values are applied again without effect. `model_spec` is the caller's affair (it needs the model directory).
+    """`trainer_config` with every value of the job that is not a default. Defaults stay as they
+    came from the registry function; its own values are applied again, to no effect. `model_spec`
+    is the caller's affair (it needs the model directory).
 
     Raises ConfigError naming the section that TorchTitan refuses.
     """

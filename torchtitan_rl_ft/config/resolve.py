@@ -192,7 +192,7 @@ def _finished(values: Values, origins: dict[str, str]) -> Resolved:
 
 
 def _paths() -> typing.Iterator[str]:
-    return (key.path for key in load_schema().keys())
+    return (key.path for key in load_schema().all_keys())
 
 
 def _defaults() -> tuple[Values, dict[str, str]]:

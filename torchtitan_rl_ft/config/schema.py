@@ -70,7 +70,7 @@ class Schema:
         others = [s for s, found in self.sections.items() if name in found.keys]
         return f"; did you mean '{others[0]}.{name}'?" if len(others) == 1 else ""
 
-    def keys(self) -> Iterable[Key]:
+    def all_keys(self) -> Iterable[Key]:
         for section in self.sections.values():
             yield from section.keys.values()
 

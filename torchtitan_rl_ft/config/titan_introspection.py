@@ -1,8 +1,9 @@
 """The snapshot of TorchTitan's config sections (`titan_schema.json`) and how it is made.
 
 Errors in a TOML file must come before torch is imported, so the names, types, defaults and help
-texts of TorchTitan's keys are kept in a file. `python -m torchtitan_rl_ft.config.titan_introspection`
-writes it anew; a test compares it with the installed TorchTitan.
+texts of TorchTitan's keys are kept in a file. It is written by
+`python -m torchtitan_rl_ft.config.titan_introspection`; a test compares it with the installed
+TorchTitan.
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+"""What a rule looks at: the resolved job, the machine, and how a problem is worded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torchtitan_rl_ft.config.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the rules ask of the machine; tests give their own."""
+
+    has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
+    exists: Callable[[str], bool] = os.path.exists
+
+
+@dataclass(frozen=True)
+class Job:
+    resolved: Resolved
+    machine: Machine
+
+    def broken(self, rule: str, *paths: str) -> str:
+        """`rule: key = value (origin), key = value (origin)`."""
+        return f"{rule}: {', '.join(self.resolved.where(p) for p in paths)}"
+
+    def positive(self, section: str, *keys: str) -> Iterator[str]:
+        for key in keys:
+            path = f"{section}.{key}"
+            if not self.resolved.get(path) > 0:
+                yield self.broken(f"{path} must be positive", path)
+
+    def not_negative(self, section: str, *keys: str) -> Iterator[str]:
+        for key in keys:
+            path = f"{section}.{key}"
+            if self.resolved.get(path) < 0:
+                yield self.broken(f"{path} must not be negative", path)
+
+    # torchft ----------------------------------------------------------------------------

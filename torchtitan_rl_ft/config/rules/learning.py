@@ -1,0 +1,77 @@
+"""The algorithm, its plug-ins, the model and the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtitan_rl_ft.config.rules.job import Job
+
+
+def policy_age(job: Job) -> Iterator[str]:
+    rl = job.resolved.sections.rl
+    yield from job.not_negative("rl", "max_policy_age")
+    if rl.mode != "sync" and rl.max_policy_age == 0:
+        yield job.broken(
+            f"mode {rl.mode!r} rolls out the next batch while the last is trained, so its "
+            "samples are at least one version old: max_policy_age must be at least 1",
+            "rl.mode",
+            "rl.max_policy_age",
+        )
+    if not 0 <= rl.start_fraction <= 1:
+        yield job.broken("start_fraction must be between 0 and 1", "rl.start_fraction")
+
+
+def algorithm(job: Job) -> Iterator[str]:
+    rl = job.resolved.sections.rl
+    yield from job.not_negative("rl", "kl_coef", "eval_prompts", "clip_ratio_high")
+    yield from job.positive("rl", "ratio_cap", "max_prompt_failures")
+    if not 0 <= rl.clip_ratio_low < 1:
+        yield job.broken(
+            "clip_ratio_low must be at least 0 and below 1: the ratio is kept above "
+            "1 - clip_ratio_low",
+            "rl.clip_ratio_low",
+        )
+    if rl.ratio_cap < 1 + rl.clip_ratio_high and rl.loss == "grpo":
+        yield job.broken(
+            "the ratio is clipped at 1 + clip_ratio_high, a lower ratio_cap would move it",
+            "rl.ratio_cap",
+            "rl.clip_ratio_high",
+        )
+
+
+def plug_ins(job: Job) -> Iterator[str]:
+    for key in ("data_source", "reward", "filter"):
+        path = f"rl.{key}"
+        value = job.resolved.get(path)
+        if not value and key == "filter":
+            continue
+        module, _, name = value.partition(":")
+        if not module or not name.isidentifier():
+            yield job.broken(f"{path} must be written module:name", path)
+
+
+def model(job: Job) -> Iterator[str]:
+    model = job.resolved.sections.model
+    if model.flavor == "hf" and not model.hf_assets_path:
+        yield job.broken(
+            'flavor "hf" is read from a directory', "model.flavor", "model.hf_assets_path"
+        )
+
+
+def training(job: Job) -> Iterator[str]:
+    yield from job.positive("optimizer", "lr", "eps")
+    yield from job.not_negative("optimizer", "weight_decay")
+    yield from job.not_negative("lr_scheduler", "warmup_steps")
+    for key in ("beta1", "beta2"):
+        path = f"optimizer.{key}"
+        if not 0 <= job.resolved.get(path) < 1:
+            yield job.broken(f"{path} must be at least 0 and below 1", path)
+    flat = [f"optimizer.{k}" for k in ("name", "lr", "beta1", "beta2", "eps", "weight_decay")]
+    given = [path for path in flat if job.resolved.given(path)]
+    groups = job.resolved.get("optimizer.param_groups")
+    if given and len(groups) > 1:
+        yield job.broken(
+            "one value cannot stand for several parameter groups; write it into the groups",
+            given[0],
+            "optimizer.param_groups",
+        )

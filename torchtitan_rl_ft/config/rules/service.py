@@ -1,0 +1,90 @@
+"""Engines, their health times, checkpoints and recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtitan_rl_ft.config.rules.job import Job
+
+
+def serving(job: Job) -> Iterator[str]:
+    rollout = job.resolved.sections.rollout
+    yield from job.positive(
+        "rollout",
+        "engines",
+        "engine_start_timeout_s",
+        "engine_restart_window_s",
+        "request_timeout_s",
+        "install_timeout_s",
+        "publish_buffer_mb",
+        "max_concurrent_groups",
+    )
+    yield from job.not_negative("rollout", "engine_max_restarts", "temperature")
+    if not 1 <= rollout.min_engines <= rollout.engines:
+        yield job.broken(
+            "the minimum must be between 1 and the number of engines",
+            "rollout.min_engines",
+            "rollout.engines",
+        )
+    if not 0 < rollout.top_p <= 1:
+        yield job.broken("top_p must be above 0 and at most 1", "rollout.top_p")
+    if not (rollout.top_k == -1 or rollout.top_k >= 1):
+        yield job.broken("top_k must be -1 (all) or at least 1", "rollout.top_k")
+    if rollout.engine_python and not job.machine.exists(rollout.engine_python):
+        yield job.broken("there is no such interpreter", "rollout.engine_python")
+    for argument in rollout.engine_args:
+        if argument.partition("=")[0] in ("--api-key", "--admin-api-key"):
+            yield (
+                f"rollout.engine_args holds {argument.partition('=')[0]}: no secret belongs "
+                "into a configuration file; engines take the run's token by themselves"
+            )
+
+
+def health_times(job: Job) -> Iterator[str]:
+    yield from job.not_negative("rollout", "health_check_first_wait")
+    yield from job.positive(
+        "rollout", "health_check_interval", "health_check_timeout", "cleanup_timeout"
+    )
+
+
+def resumable(job: Job) -> Iterator[str]:
+    """A journal is worth keeping only beside checkpoints that can be gone on with."""
+    if not job.resolved.sections.rollout.journal:
+        return
+    for path, wanted, why in (
+        ("checkpoint.enable", True, "a journal needs checkpoints to go back to"),
+        ("checkpoint.load_only", False, "a journal needs checkpoints to go back to"),
+        (
+            "checkpoint.create_seed_checkpoint",
+            False,
+            "a seed checkpoint is made by a job of its own",
+        ),
+    ):
+        if job.resolved.get(path) is not wanted:
+            yield job.broken(why, path, "rollout.journal")
+    excluded = job.resolved.get("checkpoint.exclude_from_loading")
+    for name in ("optimizer", "lr_scheduler", "train_state", "dataloader"):
+        if name in excluded:
+            yield job.broken(
+                f"a checkpoint that is loaded without {name!r} does not continue the journal",
+                "checkpoint.exclude_from_loading",
+                "rollout.journal",
+            )
+    for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
+        path = f"rollout.{key}"
+        if job.resolved.get(path) and "{rollout_id}" not in job.resolved.get(path):
+            yield job.broken("the template of dump files must contain {rollout_id}", path)
+
+
+def recovery(job: Job) -> Iterator[str]:
+    recovery = job.resolved.sections.recovery
+    yield from job.not_negative("recovery", "role_max_restarts")
+    yield from job.positive(
+        "recovery", "role_restart_window_s", "batch_wait_timeout_s", "max_numeric_refusals"
+    )
+    if recovery.exit_on_missing_checkpoint and not recovery.auto_continue_train:
+        yield job.broken(
+            "exit_on_missing_checkpoint is about resuming, which is off",
+            "recovery.exit_on_missing_checkpoint",
+            "recovery.auto_continue_train",
+        )

@@ -1,0 +1,132 @@
+"""What is legal but suspicious, and what is set to no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.config.schema import load_schema
+
+SEMI_SYNC_KEYS = (
+    "sync_steps",
+    "should_quantize",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "module_fqns_per_model_fragment",
+    "num_fragments",
+    "outer_lr",
+    "outer_momentum",
+)
+POLICY_KEYS = {
+    "force_recompute_mm_shapes_by_fqns": ("selective",),
+    "memory_budget": ("memory_budget",),
+    "visualize_memory_budget_pareto": ("memory_budget",),
+    "preserve_rng_state": ("selective", "full"),
+    "determinism_check": ("selective", "full"),
+    "debug": ("selective", "full"),
+}
+"""Keys of [activation_checkpoint] and the modes that read them."""
+
+
+def suspicious(job: Job) -> list[str]:
+    rl, rollout = job.resolved.sections.rl, job.resolved.sections.rollout
+    ft, recovery = job.resolved.sections.fault_tolerance, job.resolved.sections.recovery
+    found: list[str] = []
+
+    def warn(condition: bool, message: str, *paths: str) -> None:
+        if condition:
+            found.append(job.broken(message, *paths))
+
+    warn(
+        rl.samples_per_prompt == 1,
+        "a prompt group of one sample has no advantage and teaches nothing",
+        "rl.samples_per_prompt",
+    )
+    warn(
+        rollout.temperature == 0,
+        "greedy sampling gives equal samples, so no advantage",
+        "rollout.temperature",
+    )
+    warn(
+        rl.mode == "sync" and rl.max_policy_age > 0,
+        "in sync mode samples come from the newest policy; older ones are only left-overs",
+        "rl.mode",
+        "rl.max_policy_age",
+    )
+    warn(
+        rollout.max_concurrent_groups < rollout.engines,
+        "fewer prompt groups in flight than engines leaves engines idle",
+        "rollout.max_concurrent_groups",
+        "rollout.engines",
+    )
+    warn(
+        not rollout.journal,
+        "without a journal a fault loses samples, and a restart does not continue the history",
+        "rollout.journal",
+    )
+    warn(
+        ft.enable and ft.replica_groups == 1,
+        "one replica group has no peer to heal from",
+        "fault_tolerance.replica_groups",
+    )
+    warn(
+        ft.enable and ft.quorum_retries == 0,
+        "without quorum retries the restart of the lighthouse ends every group",
+        "fault_tolerance.quorum_retries",
+    )
+    warn(
+        recovery.role_max_restarts == 0,
+        "no role is ever restarted",
+        "recovery.role_max_restarts",
+    )
+    warn(
+        rollout.journal
+        and job.resolved.get("checkpoint.interval") > job.resolved.get("training.steps"),
+        "the first periodic checkpoint would come after the last step",
+        "checkpoint.interval",
+        "training.steps",
+    )
+    path = job.resolved.sections.model.hf_assets_path
+    warn(
+        bool(path) and not job.machine.exists(str(Path(path) / "config.json")),
+        "the model directory is not there yet (no config.json)",
+        "model.hf_assets_path",
+    )
+    return found
+
+
+def without_effect(job: Job) -> tuple[list[str], list[str]]:
+    """Keys that a person set and that do nothing in the chosen mode: refused when they were
+    changed, a warning when they repeat the default."""
+    problems: list[str] = []
+    warnings: list[str] = []
+    for path, mode in _idle(job):
+        if job.resolved.given(path):
+            changed = job.resolved.get(path) != load_schema().find(path).default
+            text = job.broken(f"{path} has no effect here", path, mode)
+            (problems if changed else warnings).append(text)
+    if not job.resolved.sections.fault_tolerance.enable:
+        keys = [k for k in load_schema().sections["fault_tolerance"].keys if k != "enable"]
+        given = [k for k in keys if job.resolved.given(f"fault_tolerance.{k}")]
+        if given:
+            # Only a warning: a job is made a plain one by switching the one flag.
+            rule = f"without fault tolerance these have no effect: {', '.join(given)}"
+            warnings.append(job.broken(rule, "fault_tolerance.enable"))
+    return problems, warnings
+
+
+def _idle(job: Job) -> Iterator[tuple[str, str]]:
+    """(key without effect, key that makes it so)."""
+    sections = job.resolved.sections
+    if sections.fault_tolerance.enable and sections.fault_tolerance.semi_sync_method is None:
+        for key in SEMI_SYNC_KEYS:
+            yield f"fault_tolerance.{key}", "fault_tolerance.semi_sync_method"
+    if sections.rl.mode != "semi_async":
+        yield "rl.start_fraction", "rl.mode"
+    if sections.rl.kl_coef == 0:
+        yield "rl.kl_reference", "rl.kl_coef"
+    policy = job.resolved.get("activation_checkpoint.mode")
+    for key, policies in POLICY_KEYS.items():
+        if policy not in policies:
+            yield f"activation_checkpoint.{key}", "activation_checkpoint.mode"
