@@ -143,5 +143,6 @@ def read_events(path: Path) -> Iterator[Event]:
         for line in f:
             if not line.endswith(b"\n"):
                 return
-            fields = {k: v for k, v in json.loads(line).items() if k in known}
-            yield Event(**{**fields, "kind": Kind(fields["kind"])})
+            fields: dict[str, Any] = {k: v for k, v in json.loads(line).items() if k in known}
+            fields["kind"] = Kind(fields["kind"])
+            yield Event(**fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +86,7 @@ def summarise(
 
 
 def _phases(rows: Sequence[Mapping[str, Any]], ratio: Ettr | None) -> dict[str, float]:
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = defaultdict(float)
     for row in rows:
         for key, value in row.items():
             if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from torchtitan_rl_ft.config import start_state
@@ -19,7 +19,7 @@ from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, RunFolder
 
 
 @contextmanager
-def exclusive(folder: RunFolder) -> Iterator[None]:
+def exclusive(folder: RunFolder) -> Generator[None]:
     """Hold the run folder for one supervisor; the kernel lets go when the process dies.
 
     Raises ConfigError when another one holds it.
@@ -48,6 +48,11 @@ def prepare(resolved: Resolved) -> start_state.Start:
     decision = start_state.decide(start_state.observe(resolved), start_state.Wish.of(resolved))
     if decision.start is start_state.Start.REFUSE:
         raise ConfigError(decision.reason)
+    if decision.start is start_state.Start.REATTACH:
+        raise ConfigError(
+            f"a serving role is alive in {folder.path}: end it first (process "
+            f"{_serving_pid(folder)}), `torchtitan run` starts its own"
+        )
     for role in folder.roles():
         if not role.alive():
             folder.unregister(role.name)
@@ -56,6 +61,11 @@ def prepare(resolved: Resolved) -> start_state.Start:
         make_tiny_model(folder.model, model.init_seed)
     resolved.write(folder)
     return decision.start
+
+
+def _serving_pid(folder: RunFolder) -> int | None:
+    serving = folder.role("serving")
+    return serving.pid if serving is not None else None
 
 
 def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:

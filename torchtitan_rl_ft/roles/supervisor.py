@@ -58,7 +58,8 @@ def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSp
     try:
         process.adopt_orphans()
         folder.register(NAME, "", attempt)
-        events.emit(Kind.RUN, phase=start.value, roles=[s.name for s in specs])
+        phase = "start" if start is start_state.Start.FRESH else start.value
+        events.emit(Kind.RUN, phase=phase, roles=[s.name for s in specs])
         outcome = asyncio.run(_supervise(resolved, specs, events))
         events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)
     finally:
@@ -111,7 +112,7 @@ def _report(resolved: Resolved, outcome: Outcome) -> None:
     summary = summarise(
         list(read_events(folder.events)),
         read_jsonl(folder.metrics),
-        outcome=f"{outcome.cause} (exit code {int(outcome.exit_code)})",
+        outcome=f"{outcome.cause} (exit code {outcome.exit_code:d})",
         total_steps=resolved.get("training.steps"),
         transport=resolved.sections.rollout.weight_transport,
     )

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.roles import process
@@ -156,8 +156,8 @@ class RankGroup:
         for rank in range(n_ranks):
             env = rank_env(self._env, rank)
             ranks.append(process.spawn(self._command, log=self._log(rank), env=env))
-        waits = {asyncio.ensure_future(c.wait()): rank for rank, c in enumerate(ranks)}
-        stop = asyncio.ensure_future(stopped.wait())
+        waits = {asyncio.create_task(c.wait()): rank for rank, c in enumerate(ranks)}
+        stop = asyncio.create_task(stopped.wait())
         failed = await self._first_failure(waits, stop)
         stop.cancel()
         if failed is None:
@@ -170,9 +170,9 @@ class RankGroup:
         return self._folder.log_file(f"{self._name}.{rank}", attempt)
 
     async def _first_failure(
-        self, waits: dict[asyncio.Future[int], int], stop: asyncio.Future[bool]
+        self, waits: dict[asyncio.Task[int], int], stop: asyncio.Task[Any]
     ) -> int | None:
-        pending: set[asyncio.Future] = {*waits, stop}
+        pending: set[asyncio.Task[Any]] = {*waits, stop}
         while pending != {stop}:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for wait in done - {stop}:
@@ -188,7 +188,7 @@ class RankGroup:
                 return 128 + signal.SIGTERM
         return None
 
-    async def _end(self, ranks: list[process.Child], waits: dict[asyncio.Future[int], int]) -> None:
+    async def _end(self, ranks: list[process.Child], waits: dict[asyncio.Task[int], int]) -> None:
         trees = [p for rank in ranks for p in (rank.id, *process.descendants(rank.id))]
         for rank in ranks:
             if rank.returncode is None:

@@ -1,0 +1,72 @@
+# make run     create the environment, install, train the main job (a few minutes on 2 cores)
+# make test    the same set-up, then the tests
+# make lint    style, types, layers
+#
+# The environment is .venv, or what VENV names. ARGS goes to the command: make run ARGS="--rl.seed 1"
+
+SHELL := /bin/bash
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+RUN_FOLDER ?= outputs/rl_ft-$(shell date +%Y%m%d-%H%M%S)
+
+DEPENDENCIES := pyproject.toml requirements-torchft.txt
+KEY := $(shell cat $(DEPENDENCIES) | sha256sum | cut -c1-16)
+INSTALLED := $(VENV)/.installed-$(KEY)
+# The editable install points at a checkout: a shared environment is pointed at this one.
+HERE := $(shell printf '%s' '$(CURDIR)' | sha256sum | cut -c1-16)
+POINTED := $(VENV)/.checkout-$(HERE)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test test-unit soak lint format rows wheel environment clean
+
+run: environment
+	@$(BIN)/torchtitan run --job.config_file rl_ft.toml --job.dump_folder $(RUN_FOLDER) $(ARGS)
+
+test: environment
+	@$(BIN)/python -m pytest -q -m "not soak" $(ARGS)
+
+test-unit: environment
+	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
+
+soak: environment
+	@$(BIN)/python -m pytest -q -m soak $(ARGS) || { rc=$$?; [ $$rc -eq 5 ] && echo "no soak tests yet"; }
+
+lint: environment
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.txt || { cat $(VENV)/layers.txt; exit 1; }
+	@$(BIN)/pyrefly check --summary=none --min-severity error --python-interpreter-path $(BIN)/python
+	@echo "lint: ruff, import-linter and pyrefly found nothing"
+
+format: environment
+	@$(BIN)/ruff check --fix --quiet .
+	@$(BIN)/ruff format --quiet .
+
+rows: environment
+	@$(BIN)/python tools/rows.py
+
+wheel: environment
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist . >$(VENV)/wheel.log || { cat $(VENV)/wheel.log; exit 1; }
+	@ls dist/*.whl
+
+environment: $(INSTALLED) $(POINTED)
+
+# The stamp's name holds the content of the dependency files: times (a fresh clone) do not matter.
+$(INSTALLED):
+	@echo "installing into $(VENV): about 4 minutes and 11 GB the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e ".[dev]"
+	@rm -f $(VENV)/.installed-* $(VENV)/.checkout-*
+	@touch $@ $(POINTED)
+
+$(POINTED): | $(INSTALLED)
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.checkout-*
+	@touch $@
+
+clean:
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,277 @@
+"""Progress and summary, from lines alone."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from torchtitan_rl_ft.observability.console import (
+    PHASE_REPEAT_S,
+    PlainReporter,
+    ProgressConsole,
+    notice,
+    step_line,
+)
+from torchtitan_rl_ft.observability.events import Event, EventLog, Kind, read_events
+from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
+from torchtitan_rl_ft.observability.reward_curve import (
+    resample,
+    save_png,
+    sparkline,
+    terminal_curve,
+)
+from torchtitan_rl_ft.observability.run_view import RunView
+from torchtitan_rl_ft.observability.summary import committed_rows, render, summarise
+from torchtitan_rl_ft.run_folder import RunFolder
+
+
+def line(kind, name="supervisor", mono_s=0.0, **fields):
+    return {"kind": str(kind), "name": name, "mono_s": mono_s, **fields}
+
+
+def view(*lines):
+    made = RunView(total_steps=8, groups=2, engines=2)
+    for one in lines:
+        made.add_event(one)
+    return made
+
+
+def spawn(subject):
+    return line(Kind.SPAWN, data={"subject": subject})
+
+
+def engine(slot, new):
+    return line(Kind.TRANSITION, "serving", data={"subject": f"engine-{slot}", "new": new})
+
+
+RUN = line(Kind.RUN, phase="start")
+
+
+# Following files ------------------------------------------------------------------------
+
+
+def test_tail_gives_each_complete_line_once(tmp_path):
+    path = tmp_path / "m.jsonl"
+    tail = JsonlTail(path)
+    assert tail.read() == []
+    path.write_bytes(b'{"a":1}\n{"b"')
+    assert tail.read() == [{"a": 1}]
+    with open(path, "ab") as f:
+        f.write(b':2}\nnonsense\n[1]\n{"c":3}\n')
+    assert tail.read() == [{"b": 2}, {"c": 3}]
+    assert tail.unreadable == 2
+    assert tail.read() == []
+
+
+def test_events_survive_the_way_through_the_file(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", run="r", role="serving", name="serving", attempt=2)
+    log.emit(Kind.PUBLISH, version=3, step=2, slots=[0, 1])
+    log.emit(Kind.WARN, cause="slow")
+    log.close()
+    with open(tmp_path / "events.jsonl", "ab") as f:
+        f.write(b'{"kind":"run"')  # torn
+    first, second = read_events(tmp_path / "events.jsonl")
+    assert (first.kind, first.version, first.step, first.attempt) == (Kind.PUBLISH, 3, 2, 2)
+    assert first.data == {"slots": [0, 1]} and second.cause == "slow" and second.step is None
+
+
+# State ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "phase"),
+    [
+        ([RUN], "engines starting"),
+        ([RUN, engine(0, "starting")], "engines starting"),
+        (
+            [RUN, engine(0, "starting"), engine(0, "stale")],
+            "engines up, trainers starting: waiting for the initial weights",
+        ),
+        ([RUN, engine(0, "serving")], "rolling out the first batch"),
+        (
+            [RUN, engine(0, "serving"), line(Kind.SEAL, "rollout", step=1)],
+            "first batch sealed, trainers starting",
+        ),
+        (
+            [RUN, engine(0, "serving"), line(Kind.SEAL, "rollout"), line(Kind.BEGIN, "rollout")],
+            "first step",
+        ),
+        ([RUN, line(Kind.COMMIT, "rollout", step=1)], "training"),
+        ([RUN, line(Kind.RUN, phase="end", cause="complete")], "complete"),
+    ],
+)
+def test_phase(lines, phase):
+    assert view(*lines).phase() == phase
+
+
+def test_groups_and_engines_follow_the_processes():
+    made = view(RUN, spawn("trainer-0"), spawn("trainer-1"), engine(0, "serving"))
+    made.add_event(engine(1, "serving"))
+    assert (made.groups_alive, made.engines_serving) == (2, 2)
+    made.add_event(line(Kind.EXIT, phase="fault", cause="x", data={"subject": "trainer-1"}))
+    made.add_event(engine(1, "retired"))
+    assert (made.groups_alive, made.engines_serving, made.faults) == (1, 1, 1)
+    made.add_event(line(Kind.EXIT, phase="fault", cause="x", data={"subject": "serving"}))
+    assert made.engines_serving == 0
+
+
+def test_superseded_steps_leave_the_curve():
+    made = view(RUN)
+    for step, reward in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25)):
+        made.add_metrics({"step": step, "reward/mean": reward})
+    assert (made.reward_steps, made.rewards) == ([1, 2], [0.1, 0.25])
+
+
+def test_new_life_forgets_the_processes_of_the_old():
+    made = view(RUN, spawn("trainer-0"), line(Kind.RUN, phase="end", cause="stopped"), RUN)
+    assert (made.groups_alive, made.outcome) == (0, None)
+
+
+# Console --------------------------------------------------------------------------------
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_plain_lines_are_one_per_step_and_phase():
+    clock, said = Clock(), []
+    reporter = PlainReporter(said.append, clock)
+    made = view(RUN, spawn("trainer-0"), spawn("trainer-1"))
+    for _ in range(3):
+        reporter.update(made, [])
+    clock.now_s = PHASE_REPEAT_S + 2
+    reporter.update(made, [])
+    reporter.update(made, [])
+    made.add_event(line(Kind.COMMIT, "rollout", step=1))
+    reporter.update(made, [])  # its metrics are not there yet
+    made.add_metrics({"step": 1, "reward/mean": 0.25, "policy_age/mean": 0, "time/step_s": 1.5})
+    reporter.update(made, ["serving ended"])
+    reporter.update(made, [])
+    assert said == [
+        "engines starting",
+        "engines starting 12 s",
+        "training",
+        "serving ended",
+        "step 1/8  reward 0.250  policy age 0.0  groups 2/2  engines 0/2  1.50 s",
+    ]
+
+
+def test_notices():
+    ended = line(Kind.EXIT, phase="fault", cause="exit code 1", data={"subject": "a", "log": "L"})
+    assert notice(ended) == "a ended: exit code 1 (log: L)"
+    assert notice({**ended, "phase": "stopped"}) is None
+    assert notice(line(Kind.FAULT, "serving", cause="no answer", data={"subject": "engine-1"})) == (
+        "fault: engine-1: no answer"
+    )
+    assert notice(line(Kind.COMMIT, step=1)) is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_console_shows_what_the_files_say(tmp_path, terminal, capsys):
+    folder = RunFolder(tmp_path)
+    out = io.StringIO()
+    rich_console = Console(file=out, force_terminal=terminal, width=100)
+    console = ProgressConsole(folder, RunView(8, 1, 1), rich_console)
+    log = EventLog(folder.events, run="r", role="supervisor", name="supervisor")
+    log.emit(Kind.RUN, phase="start")
+    log.emit(Kind.COMMIT, step=1)
+    folder.metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    console.poll()
+    console._reporter.close()
+    shown = out.getvalue() if terminal else capsys.readouterr().out
+    assert "step 1/8" in shown and "reward 0.500" in shown
+
+
+def test_step_line_leaves_out_what_is_not_known():
+    assert step_line(view(RUN)) == "step 0/8  groups 0/2  engines 0/2"
+
+
+# Curve ----------------------------------------------------------------------------------
+
+
+def test_resample_keeps_the_mean():
+    values = [float(i) for i in range(100)]
+    assert resample(values, 10) == [4.5 + 10 * i for i in range(10)]
+    assert resample([1.0, 2.0], 10) == [1.0, 2.0]
+
+
+def test_curve_spans_its_axis():
+    assert sparkline([0.0, 1.0], 10) == "▁█"
+    top, *_, bottom, axis = terminal_curve([0.0, 0.5, 1.0], height=2)
+    assert top.endswith("│  █") and bottom.endswith("│ ██") and "3 steps" in axis
+    assert top.startswith("  1.00") and bottom.startswith("  0.00")
+    assert terminal_curve([]) == []
+
+
+def test_rewards_outside_of_0_and_1_widen_the_axis():
+    assert terminal_curve([-2.0, 3.0], height=4)[0].startswith("  3.00")
+
+
+def test_png_is_a_picture(tmp_path):
+    save_png(tmp_path / "reward.png", [1, 2, 3], [0.1, 0.5, 0.9], "run")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Summary --------------------------------------------------------------------------------
+
+
+def events_of_a_run():
+    def event(at_s, kind, name="rollout", **fields):
+        base = {"wall_s": at_s, "mono_s": at_s, "run": "r", "role": name, "attempt": 1, "pid": 1}
+        return Event(**{**base, "name": name, "kind": kind, **fields})
+
+    yield event(0.0, Kind.RUN, "supervisor", phase="start")
+    yield event(10.0, Kind.ISSUE)
+    for step in range(1, 11):
+        if step == 7:
+            data = {"subject": "serving"}
+            yield event(16.5, Kind.EXIT, "supervisor", phase="fault", cause="exit code 1", data=data)
+        yield event(10.0 + step, Kind.COMMIT, step=step)
+    yield event(20.5, Kind.DROP, cause="too old")
+    yield event(21.0, Kind.EVAL, data={"reward": 0.8, "prompts": 100})
+    yield event(22.0, Kind.RUN, "supervisor", phase="end", cause="complete")
+
+
+def test_summary_of_a_run():
+    rows = [
+        {"step": s, "reward/mean": s / 10, "time/step_s": 0.5, "time/wait_batch_s": 0.25}
+        for s in range(1, 11)
+    ]
+    found = summarise(
+        list(events_of_a_run()), rows, outcome="complete", total_steps=10, transport="disk"
+    )
+    assert (found.steps, found.wall_s, found.dropped) == (10, 22.0, 1)
+    assert found.first_reward == pytest.approx(0.3) and found.last_reward == pytest.approx(0.8)
+    assert found.phase_s == {"start-up": 10.0, "step": 5.0, "wait_batch": 2.5}
+    assert found.faults == {"serving: exit code 1": 1}
+    text = "\n".join(render(found, "/run"))
+    for part in (
+        "steps      10 of 10 in 22 s",
+        "reward     0.300 -> 0.800",
+        "held-out   0.800 greedy on 100 prompts",
+        "ETTR       0.500 (1.000 after start-up)",
+        "transport  disk",
+        "faults     serving: exit code 1",
+        "run folder /run",
+    ):
+        assert part in text
+
+
+def test_summary_of_a_run_without_a_step():
+    found = summarise([], [], outcome="stopped", total_steps=10, transport="disk")
+    text = "\n".join(render(found, "/run"))
+    assert "none: no step was committed" in text and "not evaluated" in text
+
+
+def test_of_a_step_trained_again_the_last_row_counts():
+    rows = [{"step": 1}, {"step": 2, "x": 1}, {"step": 3}, {"step": 2, "x": 2}]
+    assert committed_rows(rows) == [{"step": 1}, {"step": 2, "x": 2}]
+
+
+def test_read_jsonl_of_a_missing_file(tmp_path):
+    assert read_jsonl(tmp_path / "none.jsonl") == []
