@@ -53,6 +53,7 @@ from torchtitan_rl_ft.platform import torchtitan_cpu
 from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleUnreachable
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
 from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, Result, Work
