@@ -1,4 +1,4 @@
-"""Sections and keys of TorchTitan 0.2 that 0.3 has no more, and what stands in their place."""
+"""Sections and keys of TorchTitan, mostly of 0.2, that mean nothing here, and what does instead."""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ RETIRED: dict[str, str] = {
 
 
 def retired(path: str) -> str | None:
-    """What to do instead of a 0.2 section or `section.key`; None when it is none of them."""
+    """What to do instead of a retired section or `section.key`; None when it is none of them."""
     section = path.partition(".")[0]
-    for name in (path, section):
-        if name in RETIRED:
-            return f"{name} of TorchTitan 0.2 is not understood: {RETIRED[name]}"
+    if section in RETIRED:
+        return f"TorchTitan's [{section}] is not understood here: {RETIRED[section]}"
+    if path in RETIRED:
+        return f"TorchTitan's {path} is not understood here: {RETIRED[path]}"
     return None
