@@ -1,6 +1,7 @@
 """Healing state, its transport and the rendezvous ids, without a lighthouse."""
 
 import copy
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -143,12 +144,23 @@ def test_another_step_is_refused(transports, step):
         fetch(joiner, donor.metadata(), step)
 
 
-def test_nothing_is_served_after_the_step(transports):
+@pytest.mark.scenario("R-3")
+def test_a_joiner_that_asks_too_early_waits_for_the_copy(transports):
     donor, joiner = transports
+    later = threading.Timer(0.3, offer, (donor, {"w": torch.ones(1)}))
+    later.start()
+    assert torch.equal(fetch(joiner, donor.metadata())["w"], torch.ones(1))
+    later.join()
+
+
+def test_nothing_is_served_after_the_step():
+    donor, joiner = (StateTransport("127.0.0.1", TOKEN, timedelta(seconds=1)) for _ in range(2))
     offer(donor, {"w": torch.ones(1)})
     donor.disallow_checkpoint()
     with pytest.raises(OSError, match="409"):
         fetch(joiner, donor.metadata())
+    donor.shutdown()
+    joiner.shutdown()
 
 
 def test_without_the_token_nothing_is_served(transports):

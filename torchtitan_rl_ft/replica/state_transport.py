@@ -30,7 +30,8 @@ class StateTransport(CheckpointTransport[Any]):
     def __init__(self, host: str, token: str, timeout: timedelta) -> None:
         self._token = token
         self._staged: tuple[int, Any] | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._timeout_s = timeout.total_seconds()
         transport = self
         limit_s = max(1, int(timeout.total_seconds()))
 
@@ -58,12 +59,13 @@ class StateTransport(CheckpointTransport[Any]):
         self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
     ) -> None:
         copy = tree_map(_to_host, state_dict)
-        with self._lock:
+        with self._changed:
             self._staged = (step, copy)
+            self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
         """The step is over. A reader in the middle keeps its copy."""
-        with self._lock:
+        with self._changed:
             self._staged = None
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
@@ -86,9 +88,11 @@ class StateTransport(CheckpointTransport[Any]):
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             request.send_error(401, "missing or wrong token")
             return
-        with self._lock:
-            staged = self._staged
         step = request.path.removeprefix("/state/")
+        with self._changed:
+            # The joiner may know of the quorum before this donor has copied its state.
+            self._changed.wait_for(lambda: self._staged is not None, self._timeout_s)
+            staged = self._staged
         if staged is None or step != str(staged[0]):
             have = "nothing" if staged is None else f"step {staged[0]}"
             request.send_error(409, f"asked for step {step}, offering {have}")
