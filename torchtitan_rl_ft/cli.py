@@ -16,7 +16,7 @@ from torchtitan_rl_ft.config.resolve import Resolved, resolve_overrides
 from torchtitan_rl_ft.config.schema import load_schema
 from torchtitan_rl_ft.config.toml_file import shipped
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.run_folder import RUN_ENV
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV
 
 ROLES = ("lighthouse", "serving", "rollout", "trainer")
 
@@ -103,6 +103,10 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
     resolved = _resolve(args.file, args.run_folder, overrides, needed="a job to run")
     _quick_checks(resolved)
+    if args.role is not None and ATTEMPT_ENV not in os.environ:
+        from torchtitan_rl_ft.roles import job
+
+        job.join(resolved)
     return _role_main(args.role or "supervisor", resolved)
 
 

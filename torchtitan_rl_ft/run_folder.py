@@ -15,6 +15,7 @@ Layout (`job.dump_folder` is the run folder itself):
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -31,7 +32,7 @@ ATTEMPT_ENV = "TORCHTITAN_RL_FT_ATTEMPT"
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` so that a reader sees the old or the new bytes, also after a crash."""
+    """Replace `path` by `data`: a reader sees the old or the new bytes, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -85,7 +86,7 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class RoleAddress:
-    """What `roles/<name>.json` holds. `url` has no trailing slash; for the lighthouse it is torchft's."""
+    """What `roles/<name>.json` holds. `url` has no trailing slash; the lighthouse's is torchft's."""
 
     name: str  # "lighthouse", "serving", "rollout", "trainer-0", ...
     url: str
@@ -176,9 +177,12 @@ class RunFolder:
         path = self._token_file()
         if create and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            fd, temp = tempfile.mkstemp(dir=path.parent)  # mode 0600
             with os.fdopen(fd, "w") as f:
                 f.write(secrets.token_urlsafe(24))
+            with contextlib.suppress(FileExistsError):  # another role was first: its token holds
+                os.link(temp, path)
+            os.unlink(temp)
         try:
             return path.read_text()
         except FileNotFoundError:

@@ -230,7 +230,9 @@ def events_of_a_run():
     for step in range(1, 11):
         if step == 7:
             data = {"subject": "serving"}
-            yield event(16.5, Kind.EXIT, "supervisor", phase="fault", cause="exit code 1", data=data)
+            yield event(
+                16.5, Kind.EXIT, "supervisor", phase="fault", cause="exit code 1", data=data
+            )
         yield event(10.0 + step, Kind.COMMIT, step=step)
     yield event(20.5, Kind.DROP, cause="too old")
     yield event(21.0, Kind.EVAL, data={"reward": 0.8, "prompts": 100})

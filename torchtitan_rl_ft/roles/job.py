@@ -56,11 +56,25 @@ def prepare(resolved: Resolved) -> start_state.Start:
     for role in folder.roles():
         if not role.alive():
             folder.unregister(role.name)
-    model = resolved.sections.model
-    if model.flavor == "tiny" and not model.hf_assets_path:
-        make_tiny_model(folder.model, model.init_seed)
+    _make_model(resolved)
     resolved.write(folder)
     return decision.start
+
+
+def join(resolved: Resolved) -> None:
+    """Make the run folder ready for a role started by hand: what the first one makes, the token
+    too, the others find. Raises OSError."""
+    folder = resolved.run_folder
+    folder.token(create=True)
+    _make_model(resolved)
+    if not folder.resolved_config.exists():
+        resolved.write(folder)
+
+
+def _make_model(resolved: Resolved) -> None:
+    model = resolved.sections.model
+    if model.flavor == "tiny" and not model.hf_assets_path:
+        make_tiny_model(resolved.run_folder.model, model.init_seed)
 
 
 def _serving_pid(folder: RunFolder) -> int | None:

@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -94,7 +95,11 @@ def main(resolved: Resolved) -> int:
     events = EventLog(
         folder.events, run=folder.path.name, role="lighthouse", name="lighthouse", attempt=attempt
     )
-    server, url = start_at_former_port(resolved.sections.fault_tolerance, former_port(folder))
+    try:
+        server, url = start_at_former_port(resolved.sections.fault_tolerance, former_port(folder))
+    except (ModuleNotFoundError, RuntimeError) as e:
+        print(f"torchtitan: error: {e}", file=sys.stderr)
+        return ExitCode.CONFIG if isinstance(e, ModuleNotFoundError) else ExitCode.FAILED
     folder.register("lighthouse", url)
     events.emit(Kind.READY, url=url)
     stop.wait()

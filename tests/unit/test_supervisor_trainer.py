@@ -1,0 +1,121 @@
+"""The launcher of a replica group, with small stand-in ranks."""
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+import time
+
+import pytest
+
+from torchtitan_rl_ft.roles.trainer import (
+    RankGroup,
+    RoleMissing,
+    free_port,
+    group_env,
+    rank_env,
+    wait_for_role,
+)
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_ENV, "secret")
+    return RunFolder(tmp_path)
+
+
+def env_of(folder, n_ranks):
+    return group_env(
+        {**os.environ, ATTEMPT_ENV: "3"},
+        folder=folder,
+        replica_id=1,
+        lighthouse_url="http://127.0.0.1:29510",
+        master_port=29511,
+        world_size=n_ranks,
+    )
+
+
+def run(folder, script, n_ranks=2):
+    command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
+    return asyncio.run(
+        RankGroup(folder, "trainer-1", command, env_of(folder, n_ranks)).run(n_ranks)
+    )
+
+
+def test_ranks_get_torchrun_names_and_logs_of_their_own(folder):
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    script = f"import os; print([os.environ[n] for n in '{names}'.split()])"
+    assert run(folder, script) == 0
+    for rank in ("0", "1"):
+        log = folder.log_file(f"trainer-1.{rank}", 3).read_text().strip()
+        assert log == str([rank, rank, "2", "2", "127.0.0.1", "29511"])
+
+
+def test_group_knows_the_run(folder):
+    env = rank_env(env_of(folder, 1), 0)
+    assert env["TORCHTITAN_RL_FT_REPLICA_ID"] == "1"
+    assert env["TORCHTITAN_RL_FT_RUN"] == str(folder.path)
+    assert env["TORCHFT_LIGHTHOUSE"] == "http://127.0.0.1:29510"
+    assert env[TOKEN_ENV] == "secret"
+
+
+@pytest.mark.parametrize(
+    ("death", "code"),
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9), ("sys.exit(3)", 3)],
+)
+def test_death_of_one_rank_ends_the_group_with_its_code(folder, death, code, capsys):
+    script = f"""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            {death}
+        time.sleep(600)
+    """
+    started_s = time.monotonic()
+    assert run(folder, script, n_ranks=3) == code
+    assert time.monotonic() - started_s < 8.0
+    assert "trainer-1: rank 1: " in capsys.readouterr().out
+
+
+def test_sigterm_to_the_launcher_ends_the_ranks(folder):
+    script = """
+        import os, signal, time
+        if os.environ["RANK"] == "0":
+            time.sleep(0.3)
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+    """
+    assert run(folder, script) == 128 + signal.SIGTERM
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def sleep(self, s):
+        self.now_s += s
+
+
+def test_missing_role_is_named_with_the_run_folder(folder):
+    clock = Clock()
+    with pytest.raises(RoleMissing) as error:
+        wait_for_role(folder, "lighthouse", 5.0, clock=lambda: clock.now_s, sleep=clock.sleep)
+    assert str(error.value).startswith(f"role lighthouse was never up in run folder {folder.path}")
+    assert clock.now_s == pytest.approx(5.0, abs=0.2)
+
+
+def test_role_that_comes_up_is_found(folder):
+    clock = Clock()
+
+    def sleep(s):
+        clock.sleep(s)
+        if clock.now_s > 1.0:
+            folder.register("lighthouse", "http://127.0.0.1:1")
+
+    url = wait_for_role(folder, "lighthouse", 5.0, clock=lambda: clock.now_s, sleep=sleep)
+    assert url == "http://127.0.0.1:1"
+
+
+def test_free_port_is_free():
+    assert 1024 <= free_port() < 65536
