@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-
 from config_jobs import Values, job, no_registry, write
+
 from torchtitan_rl_ft.config.command_line import Override
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
@@ -244,5 +244,6 @@ def test_a_damaged_resolved_file_is_one_clear_error(
 
 
 def test_a_run_folder_without_a_resolved_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="start the job with `torchtitan run`"):
-        Resolved.read(tmp_path)
+    for folder in (tmp_path, tmp_path / "not_there"):
+        with pytest.raises(ConfigError, match="json does not exist: start the job with `torchtit"):
+            Resolved.read(folder)

@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-
 from config_jobs import job, no_registry
+
 from torchtitan_rl_ft.config import schema as schema_module
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved, resolve

@@ -19,7 +19,7 @@ def show(resolved: Resolved, console: Console | None = None) -> None:
     rows = [(path, shown(resolved.get(path)), origin) for path, origin in resolved.origins.items()]
     if not console.is_terminal:
         for row in rows:
-            console.print("\t".join(row), markup=False, highlight=False, soft_wrap=True)
+            print("\t".join(row), file=console.file)
         return
     table = Table("key", "value", "origin", box=None, pad_edge=False)
     for path, value, origin in rows:

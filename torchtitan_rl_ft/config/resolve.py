@@ -108,7 +108,7 @@ class Resolved:
         """Read `config.resolved.json` (or a run folder that holds one). The folder of the file
         is the run folder, wherever it was moved. Raises ConfigError."""
         path = Path(path)
-        if path.is_dir():
+        if not path.is_file():
             path = RunFolder(path).resolved_config
         try:
             data = json.loads(path.read_bytes())

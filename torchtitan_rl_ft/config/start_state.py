@@ -10,11 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from torchtitan_rl_ft.config.resolve import Resolved
-
-CHECKPOINT_MARKER = "commit.json"
-"""Written last into a checkpoint folder; one without it is torn."""
-
-JOURNAL_FILE = "journal.sqlite"
+from torchtitan_rl_ft.journal import checkpoints, database
 
 
 class Start(StrEnum):
@@ -115,13 +111,14 @@ def observe(resolved: Resolved) -> Found:
     return Found(
         path=str(folder.path),
         checkpoint=_has_checkpoint(folder.path / resolved.get("checkpoint.folder")),
-        journal=_has_journal(folder.journal / JOURNAL_FILE),
+        journal=_has_journal(folder.journal / database.FILE_NAME),
         session_alive=serving is not None and serving.alive(),
     )
 
 
 def _has_checkpoint(folder: Path) -> bool:
-    return any(folder.glob(f"step-*/{CHECKPOINT_MARKER}"))
+    # The marker is written last: a folder without it is a torn save.
+    return any(folder.glob(f"step-*/{checkpoints.MARKER}"))
 
 
 def _has_journal(path: Path) -> bool:

@@ -30,6 +30,8 @@ def replica_groups(job: Job) -> Iterator[str]:
             f"{section}.process_group must be one of {', '.join(PROCESS_GROUPS)}{hint}",
             f"{section}.process_group",
         )
+    if ft.replica_groups < 1:
+        return
     if not ft.enable:
         if ft.replica_groups > 1:
             yield job.broken(

@@ -20,7 +20,7 @@ def serving(job: Job) -> Iterator[str]:
         "max_concurrent_groups",
     )
     yield from job.not_negative("rollout", "engine_max_restarts", "temperature")
-    if not 1 <= rollout.min_engines <= rollout.engines:
+    if rollout.engines > 0 and not 1 <= rollout.min_engines <= rollout.engines:
         yield job.broken(
             "the minimum must be between 1 and the number of engines",
             "rollout.min_engines",

@@ -1,0 +1,288 @@
+"""Rules between keys: each case breaks one rule of a job that is otherwise good."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from config_jobs import job
+
+from torchtitan_rl_ft.config.checks import Report, check
+from torchtitan_rl_ft.config.resolve import resolve
+from torchtitan_rl_ft.config.rules.job import Machine
+
+MACHINE = Machine(has_module=lambda name: True, exists=lambda path: True)
+FT = "fault_tolerance"
+
+
+def report(*argv: str, file: str = "rl_ft.toml", machine: Machine = MACHINE) -> Report:
+    return check(resolve(["--job.config_file", file, *argv]), machine)
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+BROKEN = [
+    # replica groups
+    ("--fault_tolerance.min_replica_size 0", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),
+    ("--fault_tolerance.min_replica_size -1", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),
+    ("--fault_tolerance.min_replica_size 3", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),
+    (
+        "--fault_tolerance.lighthouse_min_replicas 2",
+        [f"{FT}.lighthouse_min_replicas = 2", f"{FT}.min_replica_size = 1"],
+    ),
+    (
+        "--fault_tolerance.min_replica_size 2 --fault_tolerance.lighthouse_min_replicas 1",
+        [f"{FT}.lighthouse_min_replicas = 1", f"{FT}.min_replica_size = 2"],
+    ),
+    ("--fault_tolerance.group_size 3", [f"{FT}.group_size = 3", f"{FT}.replica_groups = 2"]),
+    ("--fault_tolerance.replica_id 2", [f"{FT}.replica_id = 2", f"{FT}.replica_groups = 2"]),
+    ("--fault_tolerance.replica_id -1", [f"{FT}.replica_id = -1"]),
+    ("--fault_tolerance.replica_groups 0", [f"{FT}.replica_groups = 0"]),
+    ("--fault_tolerance.process_group glo", ["'gloo'", f"{FT}.process_group"]),
+    ("--fault_tolerance.no-enable", [f"{FT}.replica_groups = 2", f"{FT}.enable = False"]),
+    # timeouts
+    (
+        "--fault_tolerance.process_group_timeout_ms 100000",
+        [f"{FT}.process_group_timeout_ms", "comm.train_timeout_seconds = 100"],
+    ),
+    (
+        "--comm.train_timeout_seconds 300",
+        ["comm.train_timeout_seconds = 300", "comm.init_timeout_seconds = 300"],
+    ),
+    ("--fault_tolerance.process_group_timeout_ms 0", [f"{FT}.process_group_timeout_ms = 0"]),
+    (
+        "--fault_tolerance.heartbeat_timeout_ms 100",
+        [f"{FT}.heartbeat_interval_ms", f"{FT}.heartbeat_timeout_ms"],
+    ),
+    (
+        "--fault_tolerance.quorum_timeout_s 1",
+        [f"{FT}.join_timeout_ms", f"{FT}.quorum_timeout_s"],
+    ),
+    ("--fault_tolerance.max_commit_retries 0", [f"{FT}.max_commit_retries = 0"]),
+    # sizes
+    (
+        "--rl.groups_per_step 5 --rl.samples_per_prompt 3",
+        ["rl.groups_per_step = 5", "rl.samples_per_prompt = 3", f"{FT}.replica_groups", "14 or 16"],
+    ),
+    ("--rl.groups_per_step 0", ["rl.groups_per_step = 0"]),
+    ("--training.global_batch_size 64", ["training.global_batch_size = 64", "= 128 samples"]),
+    ("--training.local_batch_size 0", ["training.local_batch_size = 0"]),
+    ("--training.steps 0", ["training.steps = 0"]),
+    (
+        "--rollout.max_response_tokens 17",
+        ["rollout.max_prompt_tokens", "rollout.max_response_tokens = 17", "training.seq_len = 32"],
+    ),
+    (
+        "--parallelism.tensor_parallel_degree 2",
+        [f"{FT}.ranks_per_group = 1", "parallelism.tensor_parallel_degree = 2"],
+    ),
+    (
+        "--fault_tolerance.ranks_per_group 3 --parallelism.tensor_parallel_degree 2",
+        [f"{FT}.ranks_per_group = 3", "parallelism.tensor_parallel_degree = 2"],
+    ),
+    (
+        "--fault_tolerance.ranks_per_group 4 --parallelism.data_parallel_shard_degree 2",
+        [f"{FT}.ranks_per_group = 4", "parallelism.data_parallel_shard_degree = 2"],
+    ),
+    ("--parallelism.context_parallel_degree 0", ["parallelism.context_parallel_degree = 0"]),
+    ("--parallelism.data_parallel_shard_degree 0", ["parallelism.data_parallel_shard_degree = 0"]),
+    (
+        "--fault_tolerance.ranks_per_group 2 --parallelism.data_parallel_replicate_degree 2",
+        ["parallelism.data_parallel_replicate_degree = 2", f"{FT}.enable"],
+    ),
+    (
+        "--fault_tolerance.ranks_per_group 2 --parallelism.tensor_parallel_degree 2 "
+        "--training.seq_len 33",
+        ["training.seq_len = 33", "parallelism.tensor_parallel_degree = 2"],
+    ),
+    # the algorithm
+    ("--rl.mode async", ["rl.mode = 'async'", "rl.max_policy_age = 0"]),
+    ("--rl.mode semi_async", ["rl.mode = 'semi_async'", "rl.max_policy_age = 0"]),
+    ("--rl.max_policy_age -1", ["rl.max_policy_age = -1"]),
+    ("--rl.clip_ratio_low 1", ["rl.clip_ratio_low = 1"]),
+    ("--rl.ratio_cap 1.1", ["rl.ratio_cap = 1.1", "rl.clip_ratio_high = 0.2"]),
+    ("--rl.kl_coef -1", ["rl.kl_coef"]),
+    ("--rl.reward no_colon", ["rl.reward", "module:name"]),
+    ("--optimizer.lr 0", ["optimizer.lr"]),
+    ("--optimizer.beta1 1", ["optimizer.beta1"]),
+    ("--model.flavor hf", ["model.flavor = 'hf'", "model.hf_assets_path"]),
+    # no effect in the chosen mode
+    ("--rl.start_fraction 0.3", ["rl.start_fraction = 0.3", "rl.mode = 'sync'"]),
+    ("--rl.kl_reference ./x", ["rl.kl_reference", "rl.kl_coef"]),
+    (
+        "--fault_tolerance.sync_steps 10",
+        [f"{FT}.sync_steps = 10", f"{FT}.semi_sync_method = None"],
+    ),
+    (
+        "--activation_checkpoint.memory_budget 0.1",
+        ["activation_checkpoint.memory_budget", "activation_checkpoint.mode = 'none'"],
+    ),
+    # engines
+    ("--rollout.engines 0", ["rollout.engines = 0"]),
+    ("--rollout.min_engines 3", ["rollout.min_engines = 3", "rollout.engines = 2"]),
+    ("--rollout.top_p 0", ["rollout.top_p"]),
+    ("--rollout.top_k 0", ["rollout.top_k"]),
+    ("--rollout.engine_args=--api-key=abc", ["--api-key", "no secret"]),
+    # recovery
+    ("--checkpoint.no-enable", ["checkpoint.enable = False", "rollout.journal = True"]),
+    ("--checkpoint.load_only", ["checkpoint.load_only = True", "rollout.journal = True"]),
+    (
+        "--checkpoint.exclude_from_loading optimizer",
+        ["'optimizer'", "checkpoint.exclude_from_loading", "rollout.journal"],
+    ),
+    (
+        "--rollout.save_debug_rollout_data dump.pt",
+        ["rollout.save_debug_rollout_data", "rollout_id"],
+    ),
+    (
+        "--recovery.exit_on_missing_checkpoint",
+        ["recovery.exit_on_missing_checkpoint", "recovery.auto_continue_train = False"],
+    ),
+    ("--recovery.max_numeric_refusals 0", ["recovery.max_numeric_refusals"]),
+]
+
+
+def test_the_shipped_job_breaks_no_rule() -> None:
+    assert report() == Report([], [])
+
+
+@pytest.mark.parametrize(("argv", "parts"), BROKEN, ids=[case[0] for case in BROKEN])
+def test_a_broken_rule_names_its_keys(argv: str, parts: list[str]) -> None:
+    problems = report(*words(argv)).problems
+    assert any(all(part in problem for part in parts) for problem in problems), problems
+    assert all("\n" not in problem for problem in problems)
+    assert len(problems) == 1, problems
+
+
+SEMI_SYNC = [
+    ("--fault_tolerance.semi_sync_method foo", ["local_sgd, diloco", f"{FT}.semi_sync_method"]),
+    ("--fault_tolerance.semi_sync_method diloko", ["did you mean 'diloco'"]),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.num_fragments 2",
+        [f"{FT}.sync_steps = 5", f"{FT}.num_fragments = 2", "multiple"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.num_fragments 7",
+        [f"{FT}.sync_steps = 5", f"{FT}.num_fragments = 7"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.fragment_sync_delay 5",
+        [f"{FT}.fragment_sync_delay = 5", f"{FT}.sync_steps = 5"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.sync_steps 4 "
+        "--fault_tolerance.num_fragments 2 --fault_tolerance.fragment_sync_delay 2",
+        [f"{FT}.fragment_sync_delay = 2", f"{FT}.sync_steps = 4", f"{FT}.num_fragments = 2"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.fragment_update_alpha 1.5",
+        [f"{FT}.fragment_update_alpha = 1.5", "between 0 and 1"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method local_sgd --fault_tolerance.sync_steps 0",
+        [f"{FT}.sync_steps = 0"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.num_fragments 3 "
+        "--fault_tolerance.sync_steps 6 "
+        '--fault_tolerance.module_fqns_per_model_fragment=[["a"],["b"]]',
+        [f"{FT}.num_fragments = 3", f"{FT}.module_fqns_per_model_fragment"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco",
+        ["arrives with a later version", f"{FT}.semi_sync_method = 'diloco'"],
+    ),
+]
+
+
+@pytest.mark.scenario("F-1")
+@pytest.mark.row("G10")
+@pytest.mark.parametrize(("argv", "parts"), SEMI_SYNC, ids=[case[0] for case in SEMI_SYNC])
+def test_semi_sync_settings_are_checked(argv: str, parts: list[str]) -> None:
+    problems = report(*words(argv)).problems
+    assert any(all(part in problem for part in parts) for problem in problems), problems
+
+
+@pytest.mark.scenario("Q-2")
+def test_mismatched_minimums_are_refused_with_one_group() -> None:
+    found = report(
+        *words("--fault_tolerance.replica_groups 1 --fault_tolerance.min_replica_size 2")
+    )
+    assert any(f"{FT}.min_replica_size = 2" in p for p in found.problems)
+
+
+@pytest.mark.row("A6")
+@pytest.mark.parametrize("by_file", [True, False])
+def test_torchft_that_is_missing_is_named(tmp_path: Path, by_file: bool) -> None:
+    without = Machine(has_module=lambda name: name != "torchft", exists=lambda path: True)
+    text, argv = "[fault_tolerance]\nenable = true\n", ["--fault_tolerance.enable"]
+    resolved = job(tmp_path, text) if by_file else job(tmp_path, "", *argv)
+    assert any(
+        "torchft is not installed: pip install -r requirements-torchft.txt" in problem
+        and f"{FT}.enable" in problem
+        for problem in check(resolved, without).problems
+    )
+    assert not any("torchft" in p for p in check(job(tmp_path), without).problems)
+
+
+@pytest.mark.row("A2")
+@pytest.mark.parametrize(
+    "key", ["health_check_interval", "health_check_timeout", "cleanup_timeout"]
+)
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_health_times_must_be_positive(key: str, value: str) -> None:
+    found = report(f"--rollout.{key}", value)
+    assert found.problems == [
+        f"rollout.{key} must be positive: rollout.{key} = {float(value)} (command line)"
+    ]
+
+
+@pytest.mark.row("A2")
+def test_the_first_wait_may_be_zero_but_not_negative() -> None:
+    assert report("--rollout.health_check_first_wait", "0").problems == []
+    assert len(report("--rollout.health_check_first_wait", "-1").problems) == 1
+
+
+SUSPICIOUS = [
+    ("--rl.samples_per_prompt 1 --rl.groups_per_step 128", "rl.samples_per_prompt"),
+    ("--rollout.temperature 0", "rollout.temperature"),
+    ("--rl.max_policy_age 2", "rl.max_policy_age"),
+    ("--rollout.max_concurrent_groups 1", "rollout.max_concurrent_groups"),
+    ("--rollout.no-journal", "rollout.journal"),
+    ("--fault_tolerance.replica_groups 1", f"{FT}.replica_groups"),
+    ("--fault_tolerance.quorum_retries 0", f"{FT}.quorum_retries"),
+    ("--recovery.role_max_restarts 0", "recovery.role_max_restarts"),
+    ("--checkpoint.interval 1000", "checkpoint.interval"),
+    ("--rl.start_fraction 0.5", "rl.start_fraction"),
+    ("--fault_tolerance.no-enable --fault_tolerance.replica_groups 1", f"{FT}.enable"),
+]
+
+
+@pytest.mark.parametrize(("argv", "key"), SUSPICIOUS, ids=[case[0] for case in SUSPICIOUS])
+def test_suspicious_values_warn(argv: str, key: str) -> None:
+    found = report(*words(argv))
+    assert found.problems == []
+    assert any(key in warning for warning in found.warnings), found.warnings
+
+
+def test_a_missing_model_directory_warns() -> None:
+    nowhere = Machine(has_module=lambda name: True, exists=lambda path: False)
+    found = report(file="qwen3_8b_math.toml", machine=nowhere)
+    assert found.problems == []
+    assert any("model.hf_assets_path" in warning for warning in found.warnings)
+
+
+def test_a_job_without_fault_tolerance_has_one_group_and_no_timeout_rule(tmp_path: Path) -> None:
+    text = "[rollout]\nmax_response_tokens = 8\n[comm]\ntrain_timeout_seconds = 5\n"
+    assert check(job(tmp_path, text), MACHINE) == Report([], [])
+
+
+@pytest.mark.parametrize(
+    "name", [f.name for f in files("torchtitan_rl_ft").joinpath("configs").iterdir()]
+)
+def test_every_shipped_file_passes(name: str) -> None:
+    assert name.endswith(".toml")
+    assert report(file=name).problems == []
