@@ -10,8 +10,10 @@ PYTHON ?= python3
 ARGS ?=
 RUN_FOLDER ?= outputs/rl_ft-$(shell date +%Y%m%d-%H%M%S)
 
-DEPENDENCIES := pyproject.toml requirements-torchft.txt
-KEY := $(shell cat $(DEPENDENCIES) | sha256sum | cut -c1-16)
+# What the environment depends on: the interpreter, pyproject.toml up to its tool settings, and
+# the requirements.
+KEY := $(shell ($(PYTHON) --version; sed '/^\[tool\./,$$d' pyproject.toml; cat requirements-*.txt) \
+	| sha256sum | cut -c1-16)
 INSTALLED := $(VENV)/.installed-$(KEY)
 # The editable install points at a checkout: a shared environment is pointed at this one.
 HERE := $(shell printf '%s' '$(CURDIR)' | sha256sum | cut -c1-16)
@@ -21,7 +23,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progre
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-unit soak lint format rows wheel environment clean
+.PHONY: run test test-unit soak lint format rows wheel environment environment-key clean
 
 run: environment
 	@$(BIN)/torchtitan run --job.config_file rl_ft.toml --job.dump_folder $(RUN_FOLDER) $(ARGS)
@@ -54,6 +56,9 @@ wheel: environment
 	@ls dist/*.whl
 
 environment: $(INSTALLED) $(POINTED)
+
+environment-key:
+	@echo $(KEY)
 
 # The stamp's name holds the content of the dependency files: times (a fresh clone) do not matter.
 $(INSTALLED):

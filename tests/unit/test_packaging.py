@@ -1,18 +1,16 @@
 """What is shipped, and that the pins of the several files agree."""
 
 import re
-import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import tomli
+from installed_wheel import ROOT, build_wheel, install_wheel
 
 import torchtitan_rl_ft
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
@@ -56,17 +54,7 @@ def test_readme_has_the_two_commands_and_no_step_before_them():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy so that the checkout stays as it is."""
-    copy = tmp_path_factory.mktemp("source")
-    ignore = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "torchtitan_rl_ft", copy / "torchtitan_rl_ft", ignore=ignore)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, copy)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = (copy / "dist").glob("torchtitan_rl_ft-*.whl")
-    return file
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_wheel_holds_the_package_with_configs_and_schema_and_nothing_else(wheel):
@@ -95,32 +83,17 @@ def test_wheel_asks_for_torchft_and_sglang_as_extras_only(wheel):
     assert sorted(base) == sorted(PROJECT["dependencies"])
 
 
-def test_command_of_the_wheel_works_in_an_empty_folder(wheel, installed, tmp_path):
-    done = installed(wheel, "torchtitan", "check", "rl_ft.toml", "--quick")
-    assert done.returncode == 0, done.stderr
-    assert "rl.groups_per_step" in done.stdout
-    where = installed(wheel, "python", "-c", "import torchtitan_rl_ft as t; print(t.__file__)")
-    assert Path(where.stdout.strip()).is_relative_to(tmp_path)
+def test_command_of_the_wheel_works_in_an_empty_folder(wheel, tmp_path):
+    programs = install_wheel(wheel, tmp_path / "venv")
+    empty = tmp_path / "empty"
+    empty.mkdir()
 
-
-@pytest.fixture
-def installed(tmp_path):
-    """Runs a command of an environment of its own that has the wheel and, for the rest, sees
-    this environment's packages (but not its editable install of this project)."""
-
-    def run(wheel, program, *arguments):
-        venv = tmp_path / "venv"
-        if not venv.exists():
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
-            (site,) = (venv / "lib").glob("python*/site-packages")
-            (here,) = {p for p in sys.path if p.endswith("site-packages")}
-            (site / "rest.pth").write_text(f"{here}\n")
-            pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python")]
-            quiet = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check"]
-            subprocess.run([*pip, "install", *quiet, str(wheel)], check=True)
-        empty = tmp_path / "empty"
-        empty.mkdir(exist_ok=True)
-        command = [str(venv / "bin" / program), *arguments]
+    def run(program, *arguments):
+        command = [str(programs / program), *arguments]
         return subprocess.run(command, cwd=empty, capture_output=True, text=True)
 
-    return run
+    done = run("torchtitan", "check", "rl_ft.toml", "--quick")
+    assert done.returncode == 0, done.stderr
+    assert "rl.groups_per_step" in done.stdout
+    where = run("python", "-c", "import torchtitan_rl_ft as t; print(t.__file__)")
+    assert Path(where.stdout.strip()).is_relative_to(tmp_path)
