@@ -86,7 +86,7 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class RoleAddress:
-    """What `roles/<name>.json` holds. `url` has no trailing slash; the lighthouse's is torchft's."""
+    """What `roles/<name>.json` holds. `url` has no trailing slash; lighthouse: torchft's own."""
 
     name: str  # "lighthouse", "serving", "rollout", "trainer-0", ...
     url: str
