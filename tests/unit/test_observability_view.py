@@ -110,6 +110,7 @@ def test_groups_and_engines_follow_the_processes():
     made.add_event(engine(1, "serving"))
     assert (made.groups_alive, made.engines_serving) == (2, 2)
     made.add_event(line(Kind.EXIT, phase="fault", cause="x", data={"subject": "trainer-1"}))
+    made.add_event(engine(0, "installing"))  # the next version: still counted
     made.add_event(engine(1, "retired"))
     assert (made.groups_alive, made.engines_serving, made.faults) == (1, 1, 1)
     made.add_event(line(Kind.EXIT, phase="fault", cause="x", data={"subject": "serving"}))

@@ -10,6 +10,8 @@ from torchtitan_rl_ft.observability.events import Kind
 
 SERVING = "serving"
 STARTING = "starting"
+BETWEEN_VERSIONS = frozenset({"stale", "installing", "paused"})
+"""States of an engine on its way from serving one version to serving the next."""
 
 
 @dataclass
@@ -36,6 +38,7 @@ class RunView:
     faults: int = 0
     processes: dict[str, Process] = field(default_factory=dict)
     engine_states: dict[str, str] = field(default_factory=dict)
+    engines_proved: set[str] = field(default_factory=set)  # have served since they came up
     metrics: dict[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     reward_steps: list[int] = field(default_factory=list)
@@ -81,7 +84,7 @@ class RunView:
             self.outcome = line.get("cause")
             return
         self.started_mono_s, self.outcome = mono_s, None
-        self.processes, self.engine_states = {}, {}
+        self.processes, self.engine_states, self.engines_proved = {}, {}, set()
         self.work_begun, self.batches_sealed = False, 0
 
     def _exit(self, line: Mapping[str, Any], subject: str) -> None:
@@ -90,12 +93,17 @@ class RunView:
         if line.get("phase") == "fault":
             self.faults += 1
         if subject == "serving":
-            self.engine_states = {}
+            self.engine_states, self.engines_proved = {}, set()
         self.engine_states.pop(subject, None)
+        self.engines_proved.discard(subject)
 
     def _transition(self, subject: str, new: str) -> None:
         if subject.startswith("engine"):
             self.engine_states[subject] = new
+            if new == SERVING:
+                self.engines_proved.add(subject)
+            elif new not in BETWEEN_VERSIONS:
+                self.engines_proved.discard(subject)
 
     # What is shown ----------------------------------------------------------------------
 
@@ -105,7 +113,8 @@ class RunView:
 
     @property
     def engines_serving(self) -> int:
-        return sum(state == SERVING for state in self.engine_states.values())
+        """Engines that serve, or that take the next version after having served."""
+        return len(self.engines_proved)
 
     def phase(self) -> str:
         """What the run is waiting for before its first commit; afterwards "training"."""
