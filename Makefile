@@ -64,12 +64,13 @@ environment-key:
 $(INSTALLED):
 	@echo "installing into $(VENV): about 4 minutes and 11 GB the first time"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[dev]"
+	@$(PIP) -e ".[dev]" >$(VENV)/install.log 2>&1 || { tail -n 30 $(VENV)/install.log; exit 1; }
 	@rm -f $(VENV)/.installed-* $(VENV)/.checkout-*
 	@touch $@ $(POINTED)
 
 $(POINTED): | $(INSTALLED)
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps --no-build-isolation -e . >$(VENV)/install.log 2>&1 \
+		|| { tail -n 30 $(VENV)/install.log; exit 1; }
 	@rm -f $(VENV)/.checkout-*
 	@touch $@
 
