@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from torchtitan_rl_ft.config import checks
 from torchtitan_rl_ft.config.command_line import Override, split_overrides
 from torchtitan_rl_ft.config.errors import ConfigError, near_miss
+from torchtitan_rl_ft.config.help_texts import help_texts
 from torchtitan_rl_ft.config.resolve import Resolved, resolve_overrides
 from torchtitan_rl_ft.config.schema import load_schema
 from torchtitan_rl_ft.config.toml_file import shipped
@@ -138,9 +139,11 @@ def _help(args: argparse.Namespace, overrides: list[Override]) -> int:
     section = sections.get(args.section.strip("[]").replace("-", "_"))
     if section is None:
         raise ConfigError(f"unknown section [{args.section}]{near_miss(args.section, sections)}")
+    texts = help_texts(section)
     for key in section.keys.values():
         print(f"{key.path} = {key.default!r}  ({key.type})")
-        print(textwrap.fill(key.help, 96, initial_indent="    ", subsequent_indent="    "))
+        if text := texts.get(key.name):
+            print(textwrap.fill(text, 96, initial_indent="    ", subsequent_indent="    "))
     return ExitCode.DONE
 
 

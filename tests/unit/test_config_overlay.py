@@ -190,8 +190,9 @@ def test_the_mode_chooses_the_policy(tmp_path: Path, mode: str, policy: Any, bef
 
 
 def test_keys_of_the_policy(tmp_path: Path) -> None:
-    text = '[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.3\n[compile]\nenable = true\n'
-    found = overlaid(tmp_path, text).activation_checkpoint
+    text = '[activation_checkpoint]\nmode = "memory_budget"\nmemory_budget = 0.3\n'
+    config = overlaid(tmp_path, f"{text}[compile]\nenable = true\n")
+    found = config.activation_checkpoint
     assert isinstance(found, MemoryBudgetAC.Config) and found.memory_budget == 0.3
     base = trainer(activation_checkpoint=FullAC.Config())
     text = "[activation_checkpoint]\npreserve_rng_state = false\n"

@@ -15,6 +15,7 @@ from config_jobs import job, no_registry
 
 from torchtitan_rl_ft.config import schema as schema_module
 from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.help_texts import help_texts
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.config.retired import RETIRED
 from torchtitan_rl_ft.config.schema import TITAN_SNAPSHOT, load_schema
@@ -70,14 +71,16 @@ def test_the_trainer_config_has_a_field_for_each_of_our_keys() -> None:
 
 
 def test_every_key_of_ours_has_a_help_text() -> None:
-    without = [
-        key.path
-        for section in load_schema().sections.values()
-        if section.dataclass is not None
-        for key in section.keys.values()
-        if not key.help
-    ]
-    assert without == []
+    for section in load_schema().sections.values():
+        if section.dataclass is not None:
+            assert set(help_texts(section)) == set(section.keys), section.name
+
+
+def test_torchtitans_keys_are_explained_by_its_source() -> None:
+    sections = load_schema().sections
+    for name in ("training", "checkpoint", "optimizer", "activation_checkpoint", "profiling"):
+        explained = help_texts(sections[name])
+        assert len(explained) == len(sections[name].keys), name
 
 
 def test_nothing_is_both_known_and_retired() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from config_jobs import job
 
+from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.start_state import Found, Start, Wish, decide, observe
-from torchtitan_rl_ft.journal import database
+from torchtitan_rl_ft.journal import checkpoints, database
 from torchtitan_rl_ft.run_folder import RunFolder
 
 FRESH, RESUME, REATTACH, REFUSE = Start.FRESH, Start.RESUME, Start.REATTACH, Start.REFUSE
@@ -124,6 +125,11 @@ def test_a_damaged_journal_is_not_taken_for_none(tmp_path: Path, folder: Path) -
 def test_a_living_session_is_seen(tmp_path: Path, folder: Path) -> None:
     RunFolder(folder).register("serving", "http://127.0.0.1:1")
     assert look(tmp_path, folder) == (False, False, True)
+
+
+def test_the_names_are_the_journals() -> None:
+    names = (start_state.CHECKPOINT_MARKER, start_state.JOURNAL_FILE)
+    assert names == (checkpoints.MARKER, database.FILE_NAME)
 
 
 def test_a_real_journal_is_read(tmp_path: Path, folder: Path) -> None:

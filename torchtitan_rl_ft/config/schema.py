@@ -3,11 +3,8 @@ dataclasses, other packages' through an entry point. No torch here."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import json
-import textwrap
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +31,6 @@ class Key:
     name: str
     type: ValueType
     default: Any
-    help: str
 
     @property
     def path(self) -> str:
@@ -47,6 +43,9 @@ class Section:
     keys: dict[str, Key]
     dataclass: type | None
     """None for TorchTitan's sections, which are overlaid on its own config instead."""
+
+    sources: tuple[tuple[str, str], ...] = ()
+    """(module, class) of TorchTitan's config classes, bases first."""
 
 
 @dataclass(frozen=True)
@@ -99,27 +98,21 @@ def load_schema() -> Schema:
 
 def _titan_sections() -> dict[str, Section]:
     text = files("torchtitan_rl_ft").joinpath("config").joinpath(TITAN_SNAPSHOT).read_text()
-    return {
-        name: Section(
-            name,
-            {
-                key: Key(
-                    name, key, ValueType.from_json(data["type"]), data["default"], data["help"]
-                )
-                for key, data in keys.items()
-            },
-            None,
-        )
-        for name, keys in json.loads(text)["sections"].items()
-    }
+    sections: dict[str, Section] = {}
+    for name, section in json.loads(text)["sections"].items():
+        keys = {
+            key: Key(name, key, ValueType.from_json(data["type"]), data["default"])
+            for key, data in section["keys"].items()
+        }
+        sources = tuple((module, cls) for module, cls in section["sources"])
+        sections[name] = Section(name, keys, None, sources)
+    return sections
 
 
 def _of_dataclass(section: str, cls: type) -> Section:
-    hints, docs = typing.get_type_hints(cls), field_docs(cls)
+    hints = typing.get_type_hints(cls)
     keys = {
-        f.name: Key(
-            section, f.name, ValueType.of(hints[f.name]), default_of(f), docs.get(f.name, "")
-        )
+        f.name: Key(section, f.name, ValueType.of(hints[f.name]), default_of(f))
         for f in dataclasses.fields(cls)
     }
     return Section(section, keys, cls)
@@ -129,23 +122,3 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass and its bases, on one line."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        body = typing.cast(
-            ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        ).body
-        for field, text in zip(body, body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(text, ast.Expr)
-                and isinstance(text.value, ast.Constant)
-            ):
-                docs[field.target.id] = " ".join(str(text.value.value).split())
-    return docs

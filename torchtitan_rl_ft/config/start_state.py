@@ -10,7 +10,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.journal import checkpoints, database
+
+# The journal's names; configuration lies below it, so a test keeps them equal.
+CHECKPOINT_MARKER = "commit.json"
+JOURNAL_FILE = "journal.sqlite"
 
 
 class Start(StrEnum):
@@ -111,14 +114,14 @@ def observe(resolved: Resolved) -> Found:
     return Found(
         path=str(folder.path),
         checkpoint=_has_checkpoint(folder.path / resolved.get("checkpoint.folder")),
-        journal=_has_journal(folder.journal / database.FILE_NAME),
+        journal=_has_journal(folder.journal / JOURNAL_FILE),
         session_alive=serving is not None and serving.alive(),
     )
 
 
 def _has_checkpoint(folder: Path) -> bool:
     # The marker is written last: a folder without it is a torn save.
-    return any(folder.glob(f"step-*/{checkpoints.MARKER}"))
+    return any(folder.glob(f"step-*/{CHECKPOINT_MARKER}"))
 
 
 def _has_journal(path: Path) -> bool:

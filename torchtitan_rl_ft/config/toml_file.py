@@ -68,10 +68,8 @@ def parse_toml(name: str, content: bytes) -> TomlFile:
     try:
         data = tomli.loads(text)
     except tomli.TOMLDecodeError as e:
-        message = re.sub(r" \(at (line \d+, column \d+|end of document)\)$", "", str(e))
-        raise ConfigError(
-            f"{name}:{e.lineno}: {message[:1].lower()}{message[1:]} (column {e.colno})"
-        ) from None
+        message = f"{e.msg[:1].lower()}{e.msg[1:]}"
+        raise ConfigError(f"{name}:{e.lineno}: {message} (column {e.colno})") from None
     return TomlFile(name, data, key_lines(text))
 
 
