@@ -24,7 +24,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 
 TOKEN_ENV = "TORCHTITAN_RL_FT_TOKEN"
 RUN_ENV = "TORCHTITAN_RL_FT_RUN"
@@ -56,17 +55,20 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
 @dataclass(frozen=True)
 class ProcessId:
     """A process named so that a reused pid is not mistaken for it."""
 
     pid: int
-    start_time: float
+    start_time: float  # seconds between boot and its start: does not move when clocks are set
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Raises psutil.NoSuchProcess."""
-        return cls(pid, psutil.Process(pid).create_time())
+        """Raises ProcessLookupError."""
+        return cls(pid, _process_stat(pid)[1])
 
     @classmethod
     def current(cls) -> ProcessId:
@@ -75,13 +77,20 @@ class ProcessId:
     def alive(self) -> bool:
         """True while this very process exists and is not a zombie."""
         try:
-            process = psutil.Process(self.pid)
-            return (
-                abs(process.create_time() - self.start_time) < 0.05
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except psutil.NoSuchProcess:
+            state, start_time = _process_stat(self.pid)
+        except ProcessLookupError:
             return False
+        return abs(start_time - self.start_time) < 0.5 / _TICKS_PER_S and state not in "ZX"
+
+
+def _process_stat(pid: int) -> tuple[str, float]:
+    """State letter and start (seconds since boot) of a process. Raises ProcessLookupError."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        raise ProcessLookupError(f"no process {pid}") from None
+    fields = stat[stat.rindex(")") + 2 :].split()  # proc(5); the name may hold blanks
+    return fields[0], int(fields[19]) / _TICKS_PER_S
 
 
 @dataclass(frozen=True)

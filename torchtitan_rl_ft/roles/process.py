@@ -115,9 +115,9 @@ def descendants(root: ProcessId | None = None) -> list[ProcessId]:
     found = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(root.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(ProcessId(process.pid, process.create_time()))
+            with contextlib.suppress(ProcessLookupError):
+                if (child := ProcessId.of(process.pid)).alive():
+                    found.append(child)
     return found
 
 
@@ -125,7 +125,7 @@ def session_members(leader_pid: int) -> list[ProcessId]:
     """Living processes of the session that process `leader_pid` led; it may have ended."""
     found = []
     for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == leader_pid and (member := ProcessId.of(pid)).alive():
                 found.append(member)
     return found
