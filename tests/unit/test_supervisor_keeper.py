@@ -19,7 +19,7 @@ HARNESS = textwrap.dedent(
     """
     import asyncio, json, os, sys
     from torchtitan_rl_ft.observability.events import EventLog
-    from torchtitan_rl_ft.roles import process
+    from torchtitan_rl_ft.host import process
     from torchtitan_rl_ft.roles.keeper import RoleKeeper, RoleSpec
     from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
     from torchtitan_rl_ft.run_folder import RunFolder

@@ -3,8 +3,8 @@
 import pytest
 
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.process import describe
 from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, after_exit
-from torchtitan_rl_ft.roles.process import describe
 
 LIMITS = RestartLimits(max_restarts=3, window_s=100.0, backoff_s=1.0, backoff_max_s=3.0)
 

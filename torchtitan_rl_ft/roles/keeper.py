@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host.footprint import Footprint
+from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import EventSink, Kind
-from torchtitan_rl_ft.roles import process
-from torchtitan_rl_ft.roles.footprint import Footprint
 from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, Verdict, after_exit
-from torchtitan_rl_ft.roles.log_tail import last_lines
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 
 TERM_GRACE_SHARE = 0.5

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.roles.process import describe
+from torchtitan_rl_ft.host.process import describe
 
 
 class Duty(StrEnum):

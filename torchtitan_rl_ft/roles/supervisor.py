@@ -18,13 +18,14 @@ from rich.console import Console
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.console import ProgressConsole
 from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
-from torchtitan_rl_ft.roles import job, process
+from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec, next_attempt
 from torchtitan_rl_ft.roles.lifecycle import RestartLimits
 from torchtitan_rl_ft.run_folder import RunFolder

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.roles import process
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, TOKEN_ENV, RunFolder
 
 if TYPE_CHECKING:

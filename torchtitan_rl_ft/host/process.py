@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from torchtitan_rl_ft.roles import parent_bound
+from torchtitan_rl_ft.host import parent_bound
 from torchtitan_rl_ft.run_folder import ProcessId
 
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,0 +1,1 @@
+"""This machine: processes started and ended, what they hold, what they wrote."""
