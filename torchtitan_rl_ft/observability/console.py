@@ -43,7 +43,7 @@ def step_line(view: RunView) -> str:
 
 def notice(line: Mapping[str, Any]) -> str | None:
     """An event worth a line of its own, else None."""
-    data, cause = line.get("data", {}), line.get("cause")
+    data, cause = line.get("data", {}), str(line.get("cause", "")).split("\n")[0]
     subject = data.get("subject", line.get("name"))
     kind = line.get("kind")
     if kind == Kind.EXIT and line.get("phase") == "fault":
@@ -51,8 +51,7 @@ def notice(line: Mapping[str, Any]) -> str | None:
     if kind == Kind.RESTART:
         return f"{subject} is started again, attempt {data.get('attempt')}"
     if kind in (Kind.FAULT, Kind.WARN):
-        where = subject if subject != line.get("name") else line.get("name")
-        return f"{'fault' if kind == Kind.FAULT else 'warning'}: {where}: {cause}"
+        return f"{'fault' if kind == Kind.FAULT else 'warning'}: {subject}: {cause}"
     return None
 
 

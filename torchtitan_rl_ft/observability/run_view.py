@@ -53,7 +53,8 @@ class RunView:
             subject = str(data.get("subject", name))
             self.processes[subject] = Process(alive=True, spawned_mono_s=mono_s)
         elif kind == Kind.READY:
-            self.processes.setdefault(name, Process(alive=True)).ready = True
+            subject = str(data.get("subject", name))
+            self.processes.setdefault(subject, Process(alive=True)).ready = True
         elif kind == Kind.EXIT:
             self._exit(line, str(data.get("subject", name)))
         elif kind == Kind.TRANSITION:

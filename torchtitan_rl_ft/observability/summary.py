@@ -116,6 +116,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("held-out", _eval_text(summary)),
         ("time", ", ".join(f"{k} {v:.1f} s" for k, v in summary.phase_s.items()) or "none"),
         ("ETTR", _ettr_text(summary.ettr)),
+        ("lost", _lost_text(summary.ettr)),
         ("transport", summary.transport),
         ("dropped", f"{summary.dropped} prompt groups or batches"),
         ("faults", "; ".join(_count(k, n) for k, n in summary.faults.items()) or "none"),
@@ -143,9 +144,14 @@ def _ettr_text(value: Ettr | None) -> str:
         return "none: no step was committed"
     return (
         f"{value.ratio:.3f} ({value.after_startup:.3f} after start-up): {value.productive_s:.1f} s "
-        f"of steps in {value.wall_s:.1f} s, {value.lost_s:.1f} s lost; "
-        f"an undisturbed step takes {value.step_s:.2f} s"
+        f"of steps in {value.wall_s:.1f} s"
     )
+
+
+def _lost_text(value: Ettr | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value.lost_s:.1f} s to faults; an undisturbed step takes {value.step_s:.2f} s"
 
 
 def _count(text: str, n: int) -> str:
