@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from torchtitan_rl_ft.journal.protocol import AttachAnswer, BatchRef, CheckpointRef, State
+from torchtitan_rl_ft.journal.protocol import (
+    AttachAnswer,
+    BatchRef,
+    CheckpointRef,
+    OutcomeKind,
+    State,
+)
 from torchtitan_rl_ft.journal.records import CommitRecord, Decision, Member, SealedBatch
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 
@@ -24,10 +30,12 @@ GRACE_S = 10.0  # beyond a long poll's own time, for the answer to travel
 @dataclass(frozen=True)
 class Ready:
     """A batch may be begun. `step` is the step it is for: the caller's next, or a later one when
-    the caller is behind and will be healed."""
+    the caller is behind and will be healed. `heal`: the caller's state is of another history: set
+    the manager's step to 0 before the quorum, so that no peer heals from it."""
 
     step: int
     batch: BatchRef
+    heal: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Stop:
-    outcome: Literal["done", "failed", "drained"]
+    outcome: OutcomeKind
     reason: str
 
 
@@ -49,6 +57,7 @@ class BeginAnswer:
     reason: str
     batch: BatchRef | None
     checkpoint: CheckpointRef | None
+    outcome: OutcomeKind | None  # STOP: how the run ended
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,9 @@ class LedgerClient:
         )
         return start, State(answer["tip"]["step"], answer["tip"]["token"])
 
-    def next_batch(self, step: int, deadline_s: float) -> Ready | Offer | Stop:
-        """Wait for something to do at `step`. Raises BatchWaitTimeout."""
+    def next_batch(self, step: int, deadline_s: float, token: str = "") -> Ready | Offer | Stop:
+        """Wait for something to do at `step`; with the state's `token`, `Ready.heal` is told.
+        Raises BatchWaitTimeout."""
         end = time.monotonic() + deadline_s
         why = "no batch was sealed"
         while (left := end - time.monotonic()) > 0:
@@ -95,6 +105,7 @@ class LedgerClient:
                     step=step,
                     timeout_s=min(left, POLL_S),
                     uuid=self.member.uuid,
+                    token=token,
                 )
             except RoleUnreachable as e:
                 why = str(e)
@@ -103,7 +114,7 @@ class LedgerClient:
             match answer["status"]:
                 case "ready":
                     ref = BatchRef(answer["batch_id"], answer["digest"])
-                    return Ready(answer["step"], ref)
+                    return Ready(answer["step"], ref, answer["heal"])
                 case "stop":
                     return Stop(answer["outcome"], answer["reason"])
                 case "waiting" if answer["duties"]:
@@ -131,7 +142,9 @@ class LedgerClient:
         if answer["batch_id"] is not None:
             ref = BatchRef(answer["batch_id"], answer["digest"])
         decision = Decision(answer["decision"])
-        return BeginAnswer(decision, answer["reason"], ref, _checkpoint(answer["checkpoint"]))
+        return BeginAnswer(
+            decision, answer["reason"], ref, _checkpoint(answer["checkpoint"]), answer["outcome"]
+        )
 
     def committed(self, record: CommitRecord, metrics: Mapping[str, float]) -> CommitAnswer:
         """Report a commit; every committing group does."""

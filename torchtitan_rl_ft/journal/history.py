@@ -81,7 +81,7 @@ class History(Registry):
 
     @property
     def freed_through(self) -> int:
-        """Batches of steps up to this one are freed."""
+        """A durable checkpoint covers the steps up to this one: they are final."""
         return self._freed_through
 
     def commit(
@@ -199,12 +199,17 @@ class History(Registry):
 
     def free_through(self, step: int) -> int:
         """Free the batches of steps up to `step`, which a durable checkpoint covers; their rows
-        stay. Returns how many were freed. The boundary and the bytes go in one transaction."""
+        stay. Returns how many were freed. The boundary and the bytes go in one transaction.
+
+        The history up to `step` is then final. The tip's own batch keeps its bytes until the next
+        call: `next` names it when all holders of the tip are dead.
+        """
         with self._mutex:
             step = min(step, self.tip.step)
             if step <= self._freed_through:
                 return 0
-            last = self._plan[step].batch_id
+            covered = min(step, self.tip.step - 1)
+            last = self._plan[covered].batch_id if covered else 0
             with self._db.write() as db:
                 freed = db.execute(
                     "UPDATE batches SET payload = NULL WHERE id <= ? AND payload IS NOT NULL",

@@ -24,6 +24,7 @@ from torchtitan_rl_ft.journal.protocol import (
     DutyView,
     LedgerView,
     Outcome,
+    OutcomeKind,
     Refusals,
     Rewind,
     State,
@@ -83,7 +84,7 @@ class Ledger:
     def outcome(self) -> Outcome | None:
         return self._outcome
 
-    def set_outcome(self, kind: Literal["done", "failed", "drained"], reason: str) -> None:
+    def set_outcome(self, kind: OutcomeKind, reason: str) -> None:
         """The run is over: `next` and `begin` answer stop from now on. The first one stays."""
         if self._outcome is None:
             self._outcome = Outcome(kind, reason)
@@ -135,7 +136,7 @@ class Ledger:
         self._members.holds(member, State(0, GENESIS), "starting")
         return protocol.decide_attach(self.view(), member.uuid)
 
-    def next_now(self, step: int, uuid: str) -> dict[str, Any] | None:
+    def next_now(self, step: int, uuid: str, token: str = "") -> dict[str, Any] | None:
         """The answer to `next` if there is one yet."""
         if self._outcome is not None:
             return {
@@ -143,20 +144,25 @@ class Ledger:
                 "reason": self._outcome.reason,
                 "outcome": self._outcome.kind,
             }
-        batch = protocol.decide_next(self.view(), step)
+        view = self.view()
+        batch = protocol.decide_next(view, step)
         if batch is not None:
-            return {"status": "ready", "batch_id": batch.batch_id, "digest": batch.digest} | {
-                "step": self._step_of(batch)
+            return {
+                "status": "ready",
+                "batch_id": batch.batch_id,
+                "digest": batch.digest,
+                "step": self._step_of(batch),
+                "heal": bool(token) and protocol.must_heal(view, State(step, token)),
             }
         if duties := self._offers(step, uuid):
             return {"status": "waiting", "duties": duties}
         return None
 
-    async def next(self, step: int, uuid: str, timeout_s: float) -> dict[str, Any]:
+    async def next(self, step: int, uuid: str, timeout_s: float, token: str = "") -> dict[str, Any]:
         """Long poll for the batch after `step`."""
         end = self._mono_s() + timeout_s
         while True:
-            answer = self.next_now(step, uuid)
+            answer = self.next_now(step, uuid, token)
             left = end - self._mono_s()
             if answer is not None:
                 return answer
@@ -171,7 +177,7 @@ class Ledger:
         state = self.journal.tip
         if step != state.step or uuid not in self._members:
             return []
-        if not protocol.publish_due(self.view(), state, self._duty(PUBLISH, state)):
+        if not protocol.publish_due(self.view(), state, uuid, self._duty(PUBLISH, state)):
             return []
         now = self._mono_s()
         if now - self._offered.get((uuid, state), -OFFER_AGAIN_S) < OFFER_AGAIN_S:

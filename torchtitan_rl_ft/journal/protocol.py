@@ -52,9 +52,12 @@ class MemberView:
     state: State | None = None
 
 
+OutcomeKind = Literal["done", "failed", "drained"]
+
+
 @dataclass(frozen=True)
 class Outcome:
-    kind: Literal["done", "failed", "drained"]
+    kind: OutcomeKind
     reason: str
 
 
@@ -126,6 +129,11 @@ class Verdict:
     effects: tuple[Effect, ...] = ()
     batch: BatchRef | None = None  # GO
     checkpoint: CheckpointRef | None = None  # RESTORE; None: the initial weights
+    outcome: OutcomeKind | None = None  # STOP
+
+
+def _stop(outcome: OutcomeKind, reason: str, effects: tuple[Effect, ...] = ()) -> Verdict:
+    return Verdict(Decision.STOP, reason, effects, outcome=outcome)
 
 
 # begin --------------------------------------------------------------------------------------
@@ -143,7 +151,7 @@ def decide_begin(view: LedgerView, uuid: str, state: State, tail: CommitRecord |
         adopted = (Adopt(tail),)
         return _go(view, state.step + 1, "a lost report was adopted", adopted)
     if view.outcome is not None:
-        return Verdict(Decision.STOP, view.outcome.reason)
+        return _stop(view.outcome.kind, view.outcome.reason)
     if not view.on_chain(state):
         return _off_chain(view, uuid, state)
     if state.step == view.tip.step:
@@ -213,7 +221,7 @@ def newest_complete(view: LedgerView) -> tuple[CheckpointRef | None, list[str]]:
 
 def _go(view: LedgerView, step: int, reason: str, effects: tuple[Effect, ...] = ()) -> Verdict:
     if view.outcome is not None:
-        return Verdict(Decision.STOP, view.outcome.reason, effects)
+        return _stop(view.outcome.kind, view.outcome.reason, effects)
     batch = view.plan.get(step)
     if batch is None:
         return Verdict(Decision.WAIT, f"the batch of step {step} is not sealed yet", effects)
@@ -225,8 +233,8 @@ def _off_chain(view: LedgerView, uuid: str, state: State) -> Verdict:
     if donor := donors(view, uuid):
         return Verdict(Decision.HEAL, f"{what}: heal from {donor[0].uuid}")
     if not view.known_history:
-        return Verdict(
-            Decision.STOP,
+        return _stop(
+            "failed",
             f"{what}, which is empty: this trainer belongs to another run, or the journal of "
             "this one was lost",
         )
@@ -259,7 +267,7 @@ def _restore(view: LedgerView, why: str) -> Verdict:
             f"{why}, no checkpoint can be loaded, and the batches up to step "
             f"{view.freed_through} were freed when one was complete"
         )
-        return Verdict(Decision.STOP, "; ".join([text, *skipped]))
+        return _stop("failed", "; ".join([text, *skipped]))
     return Verdict(Decision.RESTORE, "; ".join([f"{why}: the initial weights", *skipped]))
 
 
@@ -310,12 +318,35 @@ def decide_commit(view: LedgerView, record: CommitRecord) -> tuple[CommitStatus,
 def decide_next(view: LedgerView, step: int) -> BatchRef | None:
     """The batch a trainer at `step` may prefetch; None while there is nothing to begin.
 
-    A trainer behind waits for the head batch too: it will heal. One beyond the tip (its report
-    was lost) has something to begin at once: `begin` adopts it.
+    A trainer behind waits for the head batch too: it will heal. Two have something to begin at
+    once: one beyond the tip, whose report was lost; and all, when the tip died with its holders
+    before its policy was published. No batch will be sealed on that policy, so `begin` has to take
+    the history back, or a checkpoint.
     """
     if step > view.tip.step:
         return view.plan.get(step + 1) or view.head
+    if view.head is None and view.tip.step > 0 and not tip_lives(view):
+        return view.plan[view.tip.step]
     return view.head
+
+
+def tip_lives(view: LedgerView) -> bool:
+    """Does a living process hold, or may it hold, the tip or the step after it?"""
+    return any(
+        m.state is None or m.state == view.tip or m.state.step == view.tip.step + 1
+        for m in view.members
+        if m.alive
+    )
+
+
+def must_heal(view: LedgerView, state: State) -> bool:
+    """True when `begin` would not take `state`, so that it must not be offered to peers.
+
+    torchft heals towards the largest step, whatever its history: a process that slept through a
+    rewind would otherwise spread its superseded state. One beyond the tip is for `begin` to
+    judge, by its tail.
+    """
+    return not view.on_chain(state) and state.step != view.tip.step + 1
 
 
 # duties -------------------------------------------------------------------------------------
@@ -357,9 +388,14 @@ def decide_duty(
     return False, f"held by {duty.holder}"
 
 
-def publish_due(view: LedgerView, state: State, duty: DutyView | None) -> bool:
-    """Should a waiting trainer that holds `state` be offered the publish duty?"""
-    return state == view.tip and (duty is None or duty.free)
+def publish_due(view: LedgerView, state: State, uuid: str, duty: DutyView | None) -> bool:
+    """Should `uuid`, which holds `state` and waits, be offered the publish duty?
+
+    Its holder too: one that waits for a batch is not publishing, so its try has failed.
+    """
+    if state != view.tip or (duty is not None and duty.done):
+        return False
+    return duty is None or duty.free or duty.holder == uuid
 
 
 # refused ------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class _Service:
         except (KeyError, ValueError) as e:
             raise RequestError(400, f"bad request: {type(e).__name__}: {e}") from e
         uuid = request.query.get("uuid", "")
-        return web.json_response(await self._ledger.next(step, uuid, timeout_s))
+        token = request.query.get("token", "")
+        return web.json_response(await self._ledger.next(step, uuid, timeout_s, token))
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._guarded(self._ledger.status))
@@ -108,6 +109,7 @@ class _Service:
             "batch_id": verdict.batch.batch_id if verdict.batch else None,
             "digest": verdict.batch.digest if verdict.batch else None,
             "checkpoint": _checkpoint(verdict.checkpoint),
+            "outcome": verdict.outcome,
         }
 
     def committed(self, body: Answer) -> Answer:

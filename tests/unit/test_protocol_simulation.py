@@ -1,0 +1,477 @@
+"""Exactly once, under random faults: the real ledger on a real file, simulated groups and quorum,
+a fake clock. A quorum heals as torchft does: everyone below the largest manager step takes the
+state of one that has it, whatever its history."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journal_cases import accept, issue, make_batch
+
+from torchtitan_rl_ft.journal.audit import audit
+from torchtitan_rl_ft.journal.ledger import Ledger
+from torchtitan_rl_ft.journal.protocol import PUBLISH, SAVE, CheckpointRef, State
+from torchtitan_rl_ft.journal.records import (
+    GENESIS,
+    CommitRecord,
+    Decision,
+    Member,
+    next_token,
+)
+from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability.events import EventList, Kind
+
+FAULTY_ROUNDS = 70
+CALM_ROUNDS = 150
+TARGET = 30  # steps that the run must reach after the faults
+
+
+class Unreachable(Exception):
+    """The ledger did not answer within the caller's deadline."""
+
+
+class RolloutDied(Exception):
+    """kill -9 of the rollout role just after a transaction."""
+
+
+@dataclass
+class MortalEvents(EventList):
+    """Sees every transaction; some kill the role before anything else happens."""
+
+    rng: random.Random
+    rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        if self.rng.random() < self.rate:
+            raise RolloutDied
+        super().emit(kind, **fields)
+
+
+@dataclass
+class Group:
+    """A trainer process. `params` are the batches its parameters were trained on, in order."""
+
+    member: Member
+    state: State = State(0, GENESIS)
+    tail: CommitRecord | None = None
+    params: list[int] = field(default_factory=list)
+    manager_step: int = 0
+    frozen: int = 0  # rounds
+
+    def take(self, other: Group | Saved) -> None:
+        self.state, self.tail, self.params = other.state, other.tail, list(other.params)
+        self.manager_step = self.state.step
+
+
+@dataclass(frozen=True)
+class Saved:
+    state: State
+    tail: CommitRecord | None
+    params: list[int]
+
+
+@dataclass
+class World:
+    folder: Path
+    rng: random.Random
+    n_groups: int
+    faults: bool = True
+    now: float = 0.0
+    version: int = 0
+    pid: int = 0
+    down: int = 0  # rounds until the rollout role is back
+    groups: dict[int, Group] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)  # slot -> rounds until it restarts
+    pids: set[int] = field(default_factory=set)
+    saved: dict[str, Saved] = field(default_factory=dict)
+    torn: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.remote = self.rng.random() < 0.3  # processes elsewhere: only beats tell of life
+        self.asks_token = self.rng.random() < 0.7
+        self.drops = self.rng.random() < 0.5
+        self.poisoned: set[int] = set()  # batches that give NaN, whoever trains them
+        self.events = MortalEvents(self.rng)
+        self.open()
+        self.waiting = dict.fromkeys(range(self.n_groups), 0)
+
+    def chance(self, p: float) -> bool:
+        return self.faults and self.rng.random() < p
+
+    # Rollout role -----------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.events.rate = 0.0
+        self.journal = Journal.open(self.folder / "journal", events=self.events)
+        self.ledger = Ledger(
+            self.journal,
+            events=self.events,
+            metrics_path=self.folder / "metrics.jsonl",
+            why_incomplete=lambda c: "torn" if c.path in self.torn else None,
+            at_numeric_limit="drop" if self.drops else "stop",
+            max_numeric_refusals=3 if self.drops else 10**9,
+            mono_s=lambda: self.now,
+            gone=lambda m: not self.remote and m.pid not in self.pids,
+        )
+        self.events.rate = 0.01 if self.faults else 0.0
+
+    def kill_rollout(self) -> None:
+        self.journal.close()
+        self.down = self.rng.randint(1, 4)
+
+    def roll(self) -> None:
+        """Generate for the newest policy and seal, as in sync mode with one batch ahead."""
+        if self.down:
+            self.down -= 1
+            if self.down == 0:
+                self.open()
+            return
+        try:
+            if self.chance(0.02):
+                raise RolloutDied
+            published = self.journal.published()
+            fresh = published is not None and published[1] == self.journal.tip
+            if self.journal.sealed_ahead == 0 and fresh:
+                self._seal()
+        except RolloutDied:
+            self.kill_rollout()
+
+    def _seal(self) -> None:
+        todo = [g.group_id for g in self.journal.pending()]
+        have = [g.group_id for g in self.journal.accepted()]
+        if len(todo) + len(have) < 3:
+            todo += issue(self.journal, 3)
+        for group_id in todo:
+            if self.chance(0.1):
+                self.journal.drop(group_id, "too long")
+                continue
+            accept(self.journal, [group_id])
+            have.append(group_id)
+            if self.chance(0.02):
+                raise RolloutDied
+        if len(have) >= 2:
+            batch_id = self.journal.next_batch_id()
+            if self.drops and self.chance(0.05):
+                self.poisoned.add(batch_id)
+            self.journal.seal(make_batch(have[:2]), have[:2])
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """As the client does: repeat through lost requests and lost replies, within bounds."""
+        for _ in range(3):
+            if self.down:
+                raise Unreachable
+            if self.chance(0.03):
+                continue
+            try:
+                answer = question()
+            except RolloutDied:
+                self.kill_rollout()
+                continue
+            if self.chance(0.1):
+                continue
+            return answer
+        raise Unreachable
+
+    # Trainers ---------------------------------------------------------------------------
+
+    def kill(self, group: Group) -> None:
+        slot = group.member.replica_id
+        if self.groups.pop(slot, None) is not None:
+            self.pids.discard(group.member.pid)
+            self.waiting[slot] = self.rng.randint(1, 6)
+
+    def restart_dead(self) -> None:
+        for slot in list(self.waiting):
+            if self.waiting[slot] > 0:
+                self.waiting[slot] -= 1
+                continue
+            self.pid += 1
+            host = "far" if self.remote else "here"
+            group = Group(Member(slot, f"g{slot}-{self.pid}", self.pid, 0.0, host))
+            self.pids.add(self.pid)
+            try:
+                answer = self.ask(lambda m=group.member: self.ledger.attach(m))
+            except Unreachable:
+                self.pids.discard(self.pid)
+                continue
+            if answer.checkpoint is not None:
+                self.load(group, answer.checkpoint)
+            self.groups[slot] = group
+            del self.waiting[slot]
+
+    def load(self, group: Group, checkpoint: CheckpointRef | None) -> None:
+        if checkpoint is None:
+            group.take(Saved(State(0, GENESIS), None, []))
+            return
+        assert checkpoint.path not in self.torn
+        group.take(self.saved[checkpoint.path])
+        assert group.state == State(checkpoint.step, checkpoint.token)
+
+    def present(self) -> Iterator[Group]:
+        for group in list(self.groups.values()):
+            if group.frozen:
+                group.frozen -= 1
+            elif self.chance(0.015):
+                group.frozen = self.rng.randint(2, 16)
+            elif self.chance(0.02):
+                self.kill(group)
+            else:
+                yield group
+
+    def round(self) -> None:
+        self.now += 1.0
+        self.roll()
+        self.restart_dead()
+        ready = [group for group in self.present() if self.poll(group)]
+        self.rng.shuffle(ready)
+        if len(ready) > 1 and self.chance(0.1):  # a restarted lighthouse may split them
+            cut = self.rng.randint(1, len(ready) - 1)
+            quorums = [ready[:cut], ready[cut:]]
+        else:
+            quorums = [ready]
+        for quorum in quorums:
+            self.attempt([g for g in quorum if g.member.replica_id in self.groups])
+        self.check()
+
+    def poll(self, group: Group) -> bool:
+        """Beat and long poll; True when there is something to begin."""
+        m, state = group.member, group.state
+        try:
+            if not self.chance(0.1):
+                self.ask(lambda: self.ledger.live(m, state, "waiting"))
+            token = state.token if self.asks_token else ""
+            answer = self.ask(lambda: self.ledger.next_now(state.step, m.uuid, token))
+            if answer is None:
+                return False
+            assert answer["status"] != "stop", answer
+            if answer["status"] == "waiting":
+                self.publish(group, answer["duties"])
+                return False
+        except Unreachable:
+            return False
+        if answer["heal"]:
+            group.manager_step = 0
+        return True
+
+    def publish(self, group: Group, duties: list[str]) -> None:
+        state = group.state
+        if (
+            PUBLISH not in duties
+            or not self.ask(lambda: self.ledger.duty(group.member, PUBLISH, state))[0]
+        ):
+            return
+        self.do_publish(group)
+
+    def do_publish(self, group: Group) -> None:
+        if self.chance(0.05):
+            return self.kill(group)
+        if self.chance(0.1):
+            return None  # serving did not answer: given up, still the holder
+        self.version += 1
+        result = {"version": self.version}
+        try:
+            self.ask(lambda: self.ledger.duty_done(group.member, PUBLISH, group.state, result))
+        except Unreachable:
+            return None
+
+    def attempt(self, quorum: list[Group]) -> None:
+        """One step as the trainers try it."""
+        if not quorum:
+            return
+        top = max(g.manager_step for g in quorum)
+        donor = self.rng.choice([g for g in quorum if g.manager_step == top])
+        for group in quorum:
+            if group.manager_step < top:
+                group.take(donor)
+        answers = [self.begin(g, len(quorum)) for g in quorum]
+        if any(self.chance(0.02) and (self.kill(g) is None) for g in quorum):
+            return
+        go = all(a is not None and a.decision is Decision.GO for a in answers)
+        same = len({g.state for g in quorum}) == 1
+        if not (go and same):  # the coverage proof fails
+            return
+        batch = answers[0].batch
+        assert all(a.batch == batch for a in answers)
+        poisoned = batch.batch_id in self.poisoned
+        if poisoned or self.chance(0.1):
+            self.refuse(quorum, batch.batch_id, numeric=poisoned or self.chance(0.2))
+            return
+        nonce = self.rng.getrandbits(32)
+        for group in quorum:
+            if self.chance(0.05):
+                continue  # an error local to this group: it refuses, the others commit
+            if self.chance(0.03):
+                self.kill(group)  # between the vote and the optimizer step
+                continue
+            self.commit(group, batch, nonce, len(quorum))
+
+    def begin(self, group: Group, participants: int) -> Any:
+        try:
+            answer = self.ask(
+                lambda: self.ledger.begin(
+                    group.member, group.state, group.tail, participants=participants, quorum_id=1
+                )
+            )
+        except Unreachable:
+            return None
+        if answer.decision is Decision.HEAL:
+            group.manager_step = 0
+        elif answer.decision is Decision.RESTORE:
+            self.load(group, answer.checkpoint)
+        assert answer.decision is not Decision.STOP, answer
+        return answer
+
+    def refuse(self, quorum: list[Group], batch_id: int, numeric: bool) -> None:
+        for group in quorum:
+            attempt = f"{group.member.uuid}-{self.now}"
+            try:
+                self.ask(
+                    lambda g=group, a=attempt: self.ledger.refused(
+                        g.member, batch_id, "nan", numeric=numeric, attempt=a
+                    )
+                )
+            except Unreachable:
+                continue
+
+    def commit(self, group: Group, batch: Any, nonce: int, participants: int) -> None:
+        prev = group.state
+        token = next_token(prev.token, batch.digest, nonce)
+        record = CommitRecord(
+            prev.step + 1, batch.batch_id, batch.digest, prev.token, token, participants, 1
+        )
+        group.state, group.tail = State(record.step, token), record
+        group.params.append(batch.batch_id)
+        group.manager_step = record.step
+        if self.chance(0.04):
+            return self.kill(group)  # a commit that nobody hears of
+        if self.chance(0.08):
+            return None  # its report did not arrive in time
+        try:
+            status, _, duties = self.ask(
+                lambda: self.ledger.committed(group.member, record, {"loss": float(record.step)})
+            )
+        except Unreachable:
+            return None
+        if status == "refused":
+            group.manager_step = 0
+            return None
+        if PUBLISH in duties:
+            self.do_publish(group)
+        if record.step % 4 == 0 and group.member.replica_id in self.groups:
+            self.save(group)
+
+    def save(self, group: Group) -> None:
+        state = group.state
+        try:
+            if not self.ask(lambda: self.ledger.duty(group.member, SAVE, state))[0]:
+                return
+            path = f"step-{state.step}-{group.member.uuid}"
+            self.saved[path] = Saved(state, group.tail, list(group.params))
+            if self.chance(0.1):
+                return self.kill(group)
+            self.ask(lambda: self.ledger.duty_done(group.member, SAVE, state, {"path": path}))
+        except Unreachable:
+            return
+        on_disk = [c for c in self.saved if c not in self.torn]
+        if self.chance(0.1) and len(on_disk) > 2:
+            self.torn.add(self.rng.choice(on_disk[1:]))  # never all of them
+
+    # What must hold at all times --------------------------------------------------------
+
+    def check(self) -> None:
+        """A state on the chain is what the chain says, batch by batch."""
+        if self.down:
+            return
+        chain = [c.record.batch_id for c in self.journal.commits_after(0) if not c.superseded]
+        for group in self.groups.values():
+            if self.ledger.view().on_chain(group.state):
+                assert group.params == chain[: group.state.step]
+
+    def arrived(self) -> bool:
+        """The target is reached and every group holds the tip."""
+        if self.down or self.journal.tip.step < TARGET or len(self.groups) < self.n_groups:
+            return False
+        return {g.state for g in self.groups.values()} == {self.journal.tip}
+
+    def calm(self) -> None:
+        self.faults = False
+        self.events.rate = 0.0
+        self.torn.clear()
+        for group in self.groups.values():
+            group.frozen = 0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: the simulated kills spare the operating system."""
+    shm = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shm if shm.is_dir() else None) as name:
+        yield Path(name)
+
+
+@pytest.mark.row("G11")
+@pytest.mark.row("E6")
+@pytest.mark.scenario("L-1")
+@pytest.mark.parametrize("seed", range(100))
+def test_history_is_each_batch_once(seed: int, folder: Path) -> None:
+    rng = random.Random(seed)
+    world = World(folder, rng, n_groups=rng.randint(1, 4))
+    for _ in range(FAULTY_ROUNDS):
+        world.round()
+    world.calm()
+    for _ in range(CALM_ROUNDS):
+        world.round()
+        if world.arrived():
+            break
+    assert world.arrived(), world.ledger.status()
+    journal, tip = world.journal, world.journal.tip
+
+    found = audit(folder / "journal")
+    assert found.problems == []
+    assert [row.step for row in found.history] == list(range(1, tip.step + 1))
+    trained = [row.batch_id for row in found.history]
+    assert len(set(trained)) == len(trained)
+    for group in world.groups.values():
+        assert group.params == trained
+    commits = journal.commits_after(0)
+    assert len(commits) == len(trained) + found.superseded
+    assert sum(found.counts.values()) == journal.counts()["issued"]
+
+    world.ledger.set_outcome("done", "enough")
+    lines = [json.loads(s) for s in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["commit"] for line in lines] == [c.commit_id for c in commits]
+    assert [line["step"] for line in lines] == [c.record.step for c in commits]
+    journal.close()
+
+
+def test_the_simulation_does_provoke_what_it_claims(folder: Path) -> None:
+    """Over some seeds: rewinds, adopted reports, dropped batches, restores, reopened files."""
+    seen: dict[str, int] = dict.fromkeys(("rewound", "adopted", "dropped", "freed", "owners"), 0)
+    decisions: set[str] = set()
+    for seed in range(40):
+        rng = random.Random(seed)
+        world = World(folder / str(seed), rng, n_groups=rng.randint(1, 4))
+        for _ in range(FAULTY_ROUNDS):
+            world.round()
+        if world.down:
+            world.open()
+        found = world.journal.audit()
+        seen["rewound"] += world.journal.era
+        seen["adopted"] += sum(c.adopted for c in world.journal.commits_after(0))
+        seen["dropped"] += sum("refused" in reason for reason in found.dropped)
+        seen["freed"] += world.journal.freed_through > 0
+        seen["owners"] += world.journal.owner - 1
+        decisions |= {e["decision"] for e in world.events.events if e["kind"] is Kind.BEGIN}
+        world.journal.close()
+    assert all(seen.values()), seen
+    assert decisions == {Decision.WAIT, Decision.HEAL, Decision.RESTORE}, decisions
