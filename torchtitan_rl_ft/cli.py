@@ -103,11 +103,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
     resolved = _resolve(args.file, args.run_folder, overrides, needed="a job to run")
-    _quick_checks(resolved)
+    _quick_checks(resolved, starting=True)
     if args.role is not None and ATTEMPT_ENV not in os.environ:
         from torchtitan_rl_ft.roles import job
 
-        job.join(resolved)
+        try:
+            job.join(resolved)
+        except OSError as e:
+            _say(f"error: run folder {resolved.run_folder.path}: {e}")
+            return ExitCode.FAILED
     return _role_main(args.role or "supervisor", resolved)
 
 
@@ -120,7 +124,7 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
 
     resolved = _resolve(args.file, None, overrides, needed="a job to check")
     listing.show(resolved)
-    _quick_checks(resolved)
+    _quick_checks(resolved, starting=False)
     if not args.quick:
         from torchtitan_rl_ft.config import deep_checks
 
@@ -175,11 +179,11 @@ def _resolve(
     return resolve_overrides(overrides)
 
 
-def _quick_checks(resolved: Resolved) -> None:
+def _quick_checks(resolved: Resolved, *, starting: bool) -> None:
     """Print notes and warnings. Raises ConfigError."""
     for note in resolved.notes:
         _say(note)
-    report = checks.check(resolved)
+    report = checks.check(resolved, starting=starting)
     for warning in report.warnings:
         _say(f"warning: {warning}")
     if report.problems:

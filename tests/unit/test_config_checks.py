@@ -12,12 +12,24 @@ from torchtitan_rl_ft.config.checks import Report, check
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.config.rules.job import Machine
 
-MACHINE = Machine(has_module=lambda name: True, exists=lambda path: True)
+
+def machine(*absent: str) -> Machine:
+    """A machine that has everything but `absent`."""
+    return Machine(
+        has_module=lambda name: name not in absent,
+        exists=lambda path: path not in absent,
+        find_program=lambda name: None if name in absent else name,
+    )
+
+
+MACHINE = machine()
 FT = "fault_tolerance"
 
 
-def report(*argv: str, file: str = "rl_ft.toml", machine: Machine = MACHINE) -> Report:
-    return check(resolve(["--job.config_file", file, *argv]), machine)
+def report(
+    *argv: str, file: str = "rl_ft.toml", on: Machine = MACHINE, starting: bool = False
+) -> Report:
+    return check(resolve(["--job.config_file", file, *argv]), on, starting=starting)
 
 
 def words(text: str) -> list[str]:
@@ -125,7 +137,6 @@ BROKEN = [
     ("--rollout.min_engines 3", ["rollout.min_engines = 3", "rollout.engines = 2"]),
     ("--rollout.top_p 0", ["rollout.top_p"]),
     ("--rollout.top_k 0", ["rollout.top_k"]),
-    ("--rollout.engine_args=--api-key=abc", ["--api-key", "no secret"]),
     # recovery
     ("--checkpoint.no-enable", ["checkpoint.enable = False", "rollout.journal = True"]),
     ("--checkpoint.load_only", ["checkpoint.load_only = True", "rollout.journal = True"]),
@@ -217,7 +228,7 @@ def test_mismatched_minimums_are_refused_with_one_group() -> None:
 @pytest.mark.row("A6")
 @pytest.mark.parametrize("by_file", [True, False])
 def test_torchft_that_is_missing_is_named(tmp_path: Path, by_file: bool) -> None:
-    without = Machine(has_module=lambda name: name != "torchft", exists=lambda path: True)
+    without = machine("torchft")
     text, argv = "[fault_tolerance]\nenable = true\n", ["--fault_tolerance.enable"]
     resolved = job(tmp_path, text) if by_file else job(tmp_path, "", *argv)
     assert any(
@@ -268,11 +279,50 @@ def test_suspicious_values_warn(argv: str, key: str) -> None:
     assert any(key in warning for warning in found.warnings), found.warnings
 
 
-def test_a_missing_model_directory_warns() -> None:
-    nowhere = Machine(has_module=lambda name: True, exists=lambda path: False)
-    found = report(file="qwen3_8b_math.toml", machine=nowhere)
+def test_a_missing_model_directory_warns_until_the_job_starts() -> None:
+    nowhere = machine("./assets/hf/Qwen3-8B")
+    found = report(file="qwen3_8b_math.toml", on=nowhere)
     assert found.problems == []
     assert any("model.hf_assets_path" in warning for warning in found.warnings)
+    (problem,) = report(file="qwen3_8b_math.toml", on=nowhere, starting=True).problems
+    assert "the model directory does not exist: model.hf_assets_path" in problem
+
+
+@pytest.mark.parametrize("starting", [False, True])
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [
+        (["config.json"], "holds no config.json"),
+        (["tokenizer.json", "tokenizer.model", "vocab.json"], "holds no tokenizer"),
+    ],
+)
+def test_an_incomplete_model_directory_is_refused(
+    absent: list[str], message: str, starting: bool
+) -> None:
+    on = machine(*(f"/models/a/{name}" for name in absent))
+    argv = ["--model.flavor", "hf", "--model.hf_assets_path", "/models/a"]
+    (problem,) = report(*argv, on=on, starting=starting).problems
+    assert message in problem and "model.hf_assets_path = '/models/a'" in problem
+
+
+def test_a_missing_interpreter_is_refused() -> None:
+    argv = ["--rollout.engine_python", "python9"]
+    (problem,) = report(*argv, on=machine("python9")).problems
+    assert "there is no such interpreter: rollout.engine_python = 'python9'" in problem
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--rollout.engine_args=--api-key=hunter2"],
+        ['--rollout.engine_args=["--admin-api-key", "hunter2"]'],
+        ["--otel.endpoint", "https://user:hunter2@collector:4318"],
+    ],
+)
+def test_secrets_are_refused_and_not_repeated(argv: list[str]) -> None:
+    (problem,) = report(*argv).problems
+    assert "no secret belongs into a configuration" in problem
+    assert "hunter2" not in problem
 
 
 def test_a_job_without_fault_tolerance_has_one_group_and_no_timeout_rule(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ RULES = (
     learning.policy_age,
     learning.algorithm,
     learning.plug_ins,
-    learning.model,
+    learning.model_directory,
     learning.training,
     service.serving,
     service.health_times,
     service.resumable,
     service.recovery,
+    service.secrets,
 )
 
 
@@ -37,9 +38,12 @@ class Report:
     warnings: list[str] = field(default_factory=list)
 
 
-def check(resolved: Resolved, machine: Machine | None = None) -> Report:
-    """Every broken rule, and what is legal but suspicious. Pure but for `machine`."""
-    job = Job(resolved, machine or Machine())
+def check(resolved: Resolved, machine: Machine | None = None, *, starting: bool = False) -> Report:
+    """Every broken rule, and what is legal but suspicious. Pure but for `machine`.
+
+    `starting`: the job is about to run here, so what it reads must be there.
+    """
+    job = Job(resolved, machine or Machine(), starting)
     problems = [problem for rule in RULES for problem in rule(job)]
     refused, ignored = suspicious.without_effect(job)
     return Report([*problems, *refused], [*suspicious.suspicious(job), *ignored])

@@ -6,13 +6,15 @@ Imports torch; `torchtitan check` calls it after the rules of `checks.py` have p
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import logging
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.config import overlay, registry
-from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.errors import ConfigError, near_miss
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 
@@ -29,13 +31,33 @@ class DeepReport:
 def run(resolved: Resolved) -> DeepReport:
     """Build the trainer config and the model without memory for its weights."""
     report = DeepReport()
-    with tempfile.TemporaryDirectory(prefix="torchtitan-check-") as scratch:
-        try:
-            config = trainer_config(resolved, Path(scratch))
-            report.summary = _check_model(resolved, config)
-        except ConfigError as e:
-            report.problems = e.problems
+    logging.disable(logging.WARNING)  # TorchTitan's, about configs that are not yet overlaid
+    try:
+        _check_plug_ins(resolved)
+        with tempfile.TemporaryDirectory(prefix="torchtitan-check-") as scratch:
+            report.summary = _check_model(resolved, trainer_config(resolved, Path(scratch)))
+    except ConfigError as e:
+        report.problems = e.problems
+    finally:
+        logging.disable(logging.NOTSET)
     return report
+
+
+def _check_plug_ins(resolved: Resolved) -> None:
+    """Import what `rl.data_source`, `rl.reward` and `rl.filter` name. Raises ConfigError."""
+    for path in ("rl.data_source", "rl.reward", "rl.filter"):
+        spec = resolved.get(path).partition("?")[0]
+        if not spec:
+            continue
+        module, _, name = spec.partition(":")
+        try:
+            found = importlib.import_module(module)
+        except Exception as e:  # a plug-in's import runs its own code: any error is the user's
+            cause = f"{type(e).__name__}: {e}"
+            raise ConfigError(f"{resolved.where(path)}: importing {module}: {cause}") from e
+        if not callable(getattr(found, name, None)):
+            hint = near_miss(name, dir(found))
+            raise ConfigError(f"{resolved.where(path)}: {module} has no {name!r} to call{hint}")
 
 
 def trainer_config(resolved: Resolved, scratch: Path) -> Any:

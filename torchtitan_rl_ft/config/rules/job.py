@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,12 +17,15 @@ class Machine:
 
     has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
     exists: Callable[[str], bool] = os.path.exists
+    find_program: Callable[[str], str | None] = shutil.which
 
 
 @dataclass(frozen=True)
 class Job:
     resolved: Resolved
     machine: Machine
+    starting: bool = False
+    """The job is about to start: what it reads must be there."""
 
     def broken(self, rule: str, *paths: str) -> str:
         """`rule: key = value (origin), key = value (origin)`."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torchtitan_rl_ft.config.rules.job import Job
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def policy_age(job: Job) -> Iterator[str]:
     rl = job.resolved.sections.rl
@@ -45,16 +47,28 @@ def plug_ins(job: Job) -> Iterator[str]:
         value = job.resolved.get(path)
         if not value and key == "filter":
             continue
-        module, _, name = value.partition(":")
+        module, _, name = value.partition("?")[0].partition(":")
         if not module or not name.isidentifier():
             yield job.broken(f"{path} must be written module:name", path)
 
 
-def model(job: Job) -> Iterator[str]:
-    model = job.resolved.sections.model
-    if model.flavor == "hf" and not model.hf_assets_path:
+def model_directory(job: Job) -> Iterator[str]:
+    """A directory that is not there yet is a warning (`suspicious.py`) until the job starts."""
+    model, exists = job.resolved.sections.model, job.machine.exists
+    path, keys = model.hf_assets_path, ("model.hf_assets_path", "model.flavor")
+    if not path:
+        if model.flavor != "tiny":
+            yield job.broken("this model is read from a directory, and none is named", *keys)
+        return
+    if not exists(path):
+        if job.starting:
+            yield job.broken("the model directory does not exist", *keys)
+        return
+    if not exists(f"{path}/config.json"):
+        yield job.broken("the model directory holds no config.json", *keys)
+    if not any(exists(f"{path}/{name}") for name in TOKENIZER_FILES):
         yield job.broken(
-            'flavor "hf" is read from a directory', "model.flavor", "model.hf_assets_path"
+            f"the model directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})", *keys
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from torchtitan_rl_ft.config.rules.job import Job
 
@@ -30,14 +31,8 @@ def serving(job: Job) -> Iterator[str]:
         yield job.broken("top_p must be above 0 and at most 1", "rollout.top_p")
     if not (rollout.top_k == -1 or rollout.top_k >= 1):
         yield job.broken("top_k must be -1 (all) or at least 1", "rollout.top_k")
-    if rollout.engine_python and not job.machine.exists(rollout.engine_python):
+    if rollout.engine_python and not job.machine.find_program(rollout.engine_python):
         yield job.broken("there is no such interpreter", "rollout.engine_python")
-    for argument in rollout.engine_args:
-        if argument.partition("=")[0] in ("--api-key", "--admin-api-key"):
-            yield (
-                f"rollout.engine_args holds {argument.partition('=')[0]}: no secret belongs "
-                "into a configuration file; engines take the run's token by themselves"
-            )
 
 
 def health_times(job: Job) -> Iterator[str]:
@@ -87,4 +82,20 @@ def recovery(job: Job) -> Iterator[str]:
             "exit_on_missing_checkpoint is about resuming, which is off",
             "recovery.exit_on_missing_checkpoint",
             "recovery.auto_continue_train",
+        )
+
+
+def secrets(job: Job) -> Iterator[str]:
+    """The resolved values are written to a file; the messages do not repeat the secret either."""
+    for argument in job.resolved.sections.rollout.engine_args:
+        name = argument.partition("=")[0]
+        if name in ("--api-key", "--admin-api-key"):
+            yield (
+                f"rollout.engine_args holds {name}: no secret belongs into a configuration; "
+                "engines take the run's token by themselves"
+            )
+    if "@" in urlsplit(job.resolved.sections.otel.endpoint).netloc:
+        yield (
+            "otel.endpoint holds a user or password: no secret belongs into a configuration; "
+            "set OTEL_EXPORTER_OTLP_HEADERS in the environment"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from torchtitan_rl_ft.config.rules.job import Job
 from torchtitan_rl_ft.config.schema import load_schema
@@ -89,8 +88,8 @@ def suspicious(job: Job) -> list[str]:
     )
     path = job.resolved.sections.model.hf_assets_path
     warn(
-        bool(path) and not job.machine.exists(str(Path(path) / "config.json")),
-        "the model directory is not there yet (no config.json)",
+        bool(path) and not job.machine.exists(path),
+        "the model directory is not there yet",
         "model.hf_assets_path",
     )
     return found
