@@ -1,0 +1,1 @@
+"""The serving role's parts: engines, policy versions, installs, routing. No torch here."""

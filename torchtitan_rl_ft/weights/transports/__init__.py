@@ -1,0 +1,1 @@
+"""How a published policy reaches the node of an engine."""

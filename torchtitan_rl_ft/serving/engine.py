@@ -1,0 +1,108 @@
+"""One life of an engine: from the start of its process to its retirement."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_rl_ft.observability.events import EventSink
+from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.engine_client import EngineClient
+from torchtitan_rl_ft.serving.engine_process import EngineProcess
+from torchtitan_rl_ft.serving.states import EngineState, StateMachine
+
+
+@dataclass
+class ProbeHistory:
+    """What is known of an engine's health."""
+
+    progress_mono_s: float  # last proof that tokens come
+    watched_mono_s: float  # start, or last resume: first_wait counts from here
+    failures: int = 0  # failed probes in a row
+
+
+class Engine:
+    """An engine of a slot. `in_flight` counts samples that it is generating."""
+
+    def __init__(
+        self,
+        slot: int,
+        process: EngineProcess,
+        client: EngineClient,
+        events: EventSink,
+        changes: Changes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.slot, self.process, self.client = slot, process, client
+        self.name = client.name
+        self._machine = StateMachine(self.name, events)
+        self._changes, self._clock = changes, clock
+        self.version: int | None = None
+        self.digest: str | None = None  # model_digest of what it holds, when proved
+        self.in_flight = 0
+        self.gone = asyncio.Event()
+        self.quiet = asyncio.Lock()
+        """Held by an install and by a probe: neither runs beside the other."""
+        self.probe_asked = asyncio.Event()
+        now = clock()
+        self.history = ProbeHistory(now, now)
+
+    @property
+    def state(self) -> EngineState:
+        return self._machine.state
+
+    @property
+    def reason(self) -> str:
+        return self._machine.reason
+
+    @property
+    def live(self) -> bool:
+        """Up and not on its way out."""
+        return self.state not in (
+            EngineState.STARTING,
+            EngineState.DRAINING,
+            EngineState.RETIRED,
+        )
+
+    def serves(self, version: int) -> bool:
+        return self.state is EngineState.SERVING and self.version == version
+
+    def move(self, new: EngineState, reason: str) -> None:
+        self._machine.transition(new, reason, version=self.version)
+        if new is EngineState.SERVING:
+            self.history = ProbeHistory(self._clock(), self._clock())
+        if new is EngineState.RETIRED:
+            self.gone.set()
+        self._changes.notify()
+
+    def clear_suspicion(self, reason: str) -> None:
+        self._machine.clear_suspicion(reason)
+        self._changes.notify()
+
+    def made_progress(self) -> None:
+        """A finished answer is proof of life."""
+        self.history.progress_mono_s = self._clock()
+        self.history.failures = 0
+
+    def begin(self, samples: int) -> None:
+        self.in_flight += samples
+
+    def end(self, samples: int) -> None:
+        self.in_flight -= samples
+        self._changes.notify()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "slot": self.slot,
+            "state": str(self.state),
+            "version": self.version,
+            "pid": self.process.id.pid,
+            "start_time": self.process.id.start_time,
+            "url": self.client.url,
+            "reason": self.reason,
+            "in_flight": self.in_flight,
+            "log": str(self.process.child.log),
+        }

@@ -1,0 +1,134 @@
+"""The HTTP interface of one SGLang 0.5.23 server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from torchtitan_rl_ft.serving.samples import AnswerInvalid, Sample, parse_samples
+
+
+class EngineUnreachable(Exception):
+    """No answer: connection refused or lost, or not within the limit."""
+
+
+class EngineRefused(Exception):
+    """The engine answered with an error; `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"status {status}: {message}")
+        self.status, self.message = status, message
+
+
+class EngineClient:
+    """Requests to one engine. Every one has a limit; none is repeated here.
+
+    Raises EngineUnreachable, EngineRefused and AnswerInvalid.
+    """
+
+    def __init__(self, http: aiohttp.ClientSession, url: str, name: str) -> None:
+        self._http, self.url, self.name = http, url, name
+
+    async def model_info(self, timeout_s: float) -> dict[str, Any]:
+        return await self._json("GET", "/model_info", timeout_s=timeout_s)
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        n: int,
+        sampling: dict[str, Any],
+        seeds: Sequence[int] | None,
+        timeout_s: float,
+    ) -> list[Sample]:
+        """`n` samples of one prompt. With `seeds`, sample i is drawn with seeds[i] (needs
+        `--enable-deterministic-inference`); they go as n requests in one body, because SGLang
+        gives one seed to all samples of a request."""
+        if seeds is None:
+            ids: Any = list(input_ids)
+            parameters: Any = {**sampling, "n": n}
+        else:
+            ids = [list(input_ids)] * n
+            parameters = [{**sampling, "sampling_seed": s} for s in seeds]
+        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
+        answer = await self._json("POST", "/generate", body, timeout_s=timeout_s)
+        return parse_samples(answer, n, self.name)
+
+    async def probe(self, timeout_s: float) -> None:
+        """Let the engine generate one token: fails while it is paused. A good answer takes 1 s."""
+        await self._bytes("GET", "/health_generate", None, timeout_s)
+
+    # Weights ------------------------------------------------------------------------------
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        """`retract`: running requests are recomputed; `in_place`: they keep their cache;
+        `abort`: they end with what they have."""
+        await self._json("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._json("POST", "/continue_generation", {}, timeout_s=timeout_s)
+
+    async def load(self, path: str, version: int, flush_cache: bool, timeout_s: float) -> None:
+        """Take the weights in `path`. With `flush_cache` a cache that could not be flushed is an
+        error (requests still running in `in_place` mode)."""
+        body = {"model_path": path, "weight_version": str(version), "flush_cache": flush_cache}
+        answer = await self._json("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
+        if answer.get("success") is not True:
+            raise AnswerInvalid(f"{self.name}: update not confirmed: {answer}")
+
+    async def held_version(self, timeout_s: float) -> int | None:
+        """The published version that the engine says it holds; None for its start weights."""
+        version = (await self.model_info(timeout_s)).get("weight_version")
+        return int(version) if isinstance(version, str) and version.isdigit() else None
+
+    async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
+        """Checksum of each parameter, by SGLang's parameter name, for each rank."""
+        body = {"action": "checksum"}
+        answer = await self._json("POST", "/weights_checker", body, timeout_s=timeout_s)
+        try:
+            ranks = [dict(rank["checksums"]) for rank in answer["ranks"]]
+        except (KeyError, TypeError) as e:
+            raise AnswerInvalid(f"{self.name}: no checksums in the answer: {e}") from e
+        if not ranks:
+            raise AnswerInvalid(f"{self.name}: no rank gave checksums")
+        return ranks
+
+    # Transport ----------------------------------------------------------------------------
+
+    async def _json(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float
+    ) -> Any:
+        data, response = await self._bytes(method, path, body, timeout_s)
+        try:
+            return await response.json(content_type=None)
+        except ValueError as e:
+            raise AnswerInvalid(f"{self.name} {path}: not JSON: {data[:100]!r}") from e
+
+    async def _bytes(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> tuple[bytes, aiohttp.ClientResponse]:
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http.request(method, self.url + path, json=body, timeout=limit) as r:
+                data = await r.read()
+                if r.status != 200:
+                    raise EngineRefused(r.status, await _message(r))
+                return data, r
+        except TimeoutError:
+            raise EngineUnreachable(f"{self.name} {path}: no answer in {timeout_s:.3g} s") from None
+        except (aiohttp.ClientError, OSError) as e:
+            raise EngineUnreachable(f"{self.name} {path}: {type(e).__name__}: {e}") from e
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    """SGLang has four shapes of error bodies: {"error": {"message"}}, {"error": text},
+    {"message"} and {"detail"}; and empty ones."""
+    text = await response.text()
+    try:
+        body = await response.json(content_type=None)
+        error = body.get("error", body)
+        found = error if isinstance(error, str) else error.get("message", error.get("detail"))
+        return str(found if found is not None else text)[:500]
+    except (ValueError, AttributeError):
+        return text[:500]

@@ -1,0 +1,168 @@
+"""How an engine is started: command line, environment, files of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.platform import sglang_cpu
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
+from torchtitan_rl_ft.weights.proof import EngineLayout
+
+HOST = "127.0.0.1"
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
+_LONGEST_SCRATCH = 80
+"""SGLang puts sockets into its TMPDIR; a socket's path has at most 107 characters."""
+
+_RANK_OPTIONS = (
+    ("--tp-size", "--tensor-parallel-size", "--tp"),
+    ("--pp-size", "--pipeline-parallel-size"),
+    ("--dp-size", "--data-parallel-size"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of an engine. `scratch` is its TMPDIR, removed with it."""
+
+    argv: list[str]
+    env: dict[str, str]
+    url: str
+    scratch: Path
+
+
+class Launcher(Protocol):
+    """Says how to start the engine of a slot, anew for each start."""
+
+    def prepare(self, slot: int) -> Launch: ...
+
+
+class SGLangLauncher:
+    """SGLang servers on this node. Their own routes have no token: they listen on loopback."""
+
+    def __init__(
+        self, rollout: RolloutSection, model_path: Path, folder: RunFolder, *, on_cpu: bool
+    ) -> None:
+        self._rollout, self._model_path, self._folder = rollout, model_path, folder
+        self._on_cpu = on_cpu
+        self._fixed = self._fixed_arguments()
+
+    @property
+    def layout(self) -> EngineLayout:
+        dtype = option(self._fixed, ("--dtype",)) or "auto"
+        return EngineLayout(dtype, self._ranks(), cpu_hash if self._on_cpu else gpu_hash)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether engines honour a seed for each sample."""
+        return "--enable-deterministic-inference" in self._fixed
+
+    def prepare(self, slot: int) -> Launch:
+        port, torch_port = free_ports(2)
+        scratch = make_scratch(self._folder, slot)
+        argv = [
+            *self._program(),
+            f"--model-path={self._model_path}",
+            f"--host={HOST}",
+            f"--port={port}",
+            f"--nccl-port={torch_port}",
+            *self._fixed,
+        ]
+        if not self._on_cpu and option(self._fixed, ("--base-gpu-id",)) is None:
+            argv.append(f"--base-gpu-id={slot * self._ranks()}")
+        return Launch(argv, self._env(scratch), f"http://{HOST}:{port}", scratch)
+
+    def _program(self) -> list[str]:
+        python = self._rollout.engine_python
+        if not self._on_cpu:
+            return [python or sys.executable, "-m", "sglang.launch_server"]
+        if not python:
+            return [sys.executable, "-m", "torchtitan_rl_ft.platform.sglang_cpu"]
+        return [python, sglang_cpu.__file__]  # this package need not be installed there
+
+    def _fixed_arguments(self) -> list[str]:
+        """The user's come last, so that they win."""
+        fixed = ["--log-level-http=warning"]
+        fixed += sglang_cpu.ARGUMENTS if self._on_cpu else ["--dtype=bfloat16"]
+        if self._rollout.pause_mode == "in_place":
+            # Requests that run on keep their cache, so it cannot be flushed at an update, and
+            # new requests would reuse what old weights computed.
+            fixed.append("--disable-radix-cache")
+        return [*fixed, *self._rollout.engine_args]
+
+    def _ranks(self) -> int:
+        ranks = 1
+        for names in _RANK_OPTIONS:
+            ranks *= int(option(self._fixed, names) or 1)
+        return ranks
+
+    def _env(self, scratch: Path) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}
+        if self._on_cpu:
+            env |= sglang_cpu.ENVIRONMENT
+        env["TMPDIR"] = str(scratch)
+        env.setdefault("HF_HUB_OFFLINE", "1")  # everything that it loads is a folder here
+        return env
+
+
+def has_accelerator() -> bool:
+    """Whether this node has a GPU, told without a GPU library."""
+    return any(Path(p).exists() for p in _ACCELERATORS)
+
+
+def option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    """The last value of an option in a command line (`--a v` or `--a=v`)."""
+    found = None
+    for i, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name in names:
+            found = value if equals else (arguments[i + 1] if i + 1 < len(arguments) else None)
+    return found
+
+
+def free_ports(n: int) -> list[int]:
+    """Loopback ports that are free now and differ from one another."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            s.bind((HOST, 0))
+        return [s.getsockname()[1] for s in sockets]
+
+
+def make_scratch(folder: RunFolder, slot: int) -> Path:
+    """An empty folder for an engine's sockets: in the run folder, or where the path is short."""
+    path = folder.path / "serving" / f"engine-{slot}"
+    if len(str(path)) > _LONGEST_SCRATCH:
+        return Path(tempfile.mkdtemp(prefix="rl_ft-"))
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def check_model_folder(path: Path) -> str | None:
+    """Why no engine can start from `path`, or None."""
+    if not (path / "config.json").is_file():
+        return f"{path} holds no model: config.json is missing"
+    if not any((path / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return f"{path} holds no tokenizer (tokenizer.json): SGLang cannot start from it"
+    if not any(path.glob("*.safetensors")):
+        return f"{path} holds no weights (*.safetensors)"
+    return None
+
+
+def interpreter_problem(rollout: RolloutSection, environ: Mapping[str, str]) -> str | None:
+    """Why `rollout.engine_python` cannot run, or None."""
+    python = rollout.engine_python
+    if python and shutil.which(python, path=environ.get("PATH")) is None:
+        return f"rollout.engine_python = {python!r} is not a program"
+    return None

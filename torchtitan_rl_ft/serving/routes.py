@@ -1,0 +1,187 @@
+"""The serving role's HTTP interface (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.serving.router import GenerateRequest, RequestFailed, RequestRejected
+from torchtitan_rl_ft.serving.samples import Sample
+from torchtitan_rl_ft.serving.service import PublishRefused, ServingService
+
+MAX_LONG_POLL_S = 30.0
+MAX_SAMPLES = 4096
+KEPT_ANSWERS = 256
+ABANDONED_POLL_S = 1.0
+RESERVED_SAMPLING = ("n", "sampling_seed")
+
+
+class Routes:
+    """`stop` is called by /v1/shutdown once the engines are gone."""
+
+    def __init__(self, service: ServingService, stop: Callable[[], None]) -> None:
+        self._service, self._stop = service, stop
+        self._answers: OrderedDict[str, Answer] = OrderedDict()
+
+    def table(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/publish", self.publish),
+            web.get("/v1/version", self.version),
+            web.post("/v1/generate", self.generate),
+            web.get("/v1/status", self.status),
+            web.post("/v1/shutdown", self.shutdown),
+        ]
+
+    async def publish(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        wait = body.get("wait", "none")
+        if wait not in ("first", "all", "none"):
+            raise RequestError(400, f"wait is {wait!r}: first, all or none")
+        try:
+            version, installed = await self._service.publish(
+                _field(body, "step", int),
+                _field(body, "token", str),
+                Path(_field(body, "path", str)),
+                _field(body, "manifest_digest", str),
+                wait,
+                _number(body, "deadline_s"),
+            )
+        except PublishRefused as e:
+            raise RequestError(409, str(e)) from e
+        return web.json_response({"version": version, "installed": installed})
+
+    async def version(self, request: web.Request) -> web.Response:
+        try:
+            after = int(request.query.get("after", "0"))
+            timeout_s = float(request.query.get("timeout_s", "0"))
+        except ValueError as e:
+            raise RequestError(400, f"after and timeout_s are numbers: {e}") from e
+        answer = await self._service.wait_version(after, min(timeout_s, MAX_LONG_POLL_S))
+        return web.json_response(answer)
+
+    async def generate(self, request: web.Request) -> web.Response:
+        """A repeated `request_id` joins the first one instead of generating again. When every
+        caller has gone, so does the request, also in the engine."""
+        asked = _generate_request(await _body(request))
+        answer = self._answers.get(asked.request_id)
+        if answer is None or answer.failed:
+            answer = Answer(asyncio.create_task(self._service.generate(asked)))
+            self._answers[asked.request_id] = answer
+            self._forget_old()
+        try:
+            samples = await answer.join(request)
+        except RequestRejected as e:
+            raise RequestError(400, str(e)) from e
+        except RequestFailed as e:
+            raise RequestError(503, str(e)) from e
+        return web.json_response({"samples": [s.to_json() for s in samples]})
+
+    def _forget_old(self) -> None:
+        for request_id, answer in list(self._answers.items()):
+            if len(self._answers) <= KEPT_ANSWERS:
+                return
+            if answer.done:
+                del self._answers[request_id]
+
+    async def status(self, request: web.Request) -> web.Response:
+        return web.json_response(self._service.status())
+
+    async def shutdown(self, request: web.Request) -> web.Response:
+        await self._service.close()
+        asyncio.get_running_loop().call_soon(self._stop)
+        return web.json_response({})
+
+
+class Answer:
+    """A generate request in work, and those who wait for it."""
+
+    def __init__(self, task: asyncio.Task[list[Sample]]) -> None:
+        self._task = task
+        self._waiting = 0
+
+    @property
+    def done(self) -> bool:
+        return self._task.done()
+
+    @property
+    def failed(self) -> bool:
+        """Over without samples: a repetition may try anew."""
+        return self.done and (self._task.cancelled() or self._task.exception() is not None)
+
+    async def join(self, request: web.Request) -> list[Sample]:
+        self._waiting += 1
+        try:
+            while not self.done:
+                await asyncio.wait({self._task}, timeout=ABANDONED_POLL_S)
+                if request.transport is None or request.transport.is_closing():
+                    raise RequestError(499, "the caller has gone")
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._task.cancel()  # nothing, when it is done
+        return self._task.result()
+
+
+# Bodies ---------------------------------------------------------------------------------------
+
+
+def _generate_request(body: dict[str, Any]) -> GenerateRequest:
+    n = _field(body, "n", int)
+    if not 1 <= n <= MAX_SAMPLES:
+        raise RequestError(400, f"n is {n}: 1 to {MAX_SAMPLES}")
+    seeds = body.get("seeds")
+    if seeds is not None:
+        seeds = _integers(body, "seeds")
+        if len(seeds) != n:
+            raise RequestError(400, f"{len(seeds)} seeds for {n} samples")
+    sampling = body.get("sampling", {})
+    if not isinstance(sampling, dict):
+        raise RequestError(400, "sampling is an object of SGLang's sampling parameters")
+    for name in RESERVED_SAMPLING:
+        if name in sampling:
+            raise RequestError(400, f"sampling.{name} is set by n and seeds")
+    return GenerateRequest(
+        _field(body, "request_id", str),
+        _integers(body, "input_ids"),
+        n,
+        sampling,
+        seeds,
+        _number(body, "timeout_s"),
+    )
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as e:
+        raise RequestError(400, f"body is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise RequestError(400, "body is not a JSON object")
+    return body
+
+
+def _field(body: dict[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(400, f"{name} is missing or no {kind.__name__}")
+    return value
+
+
+def _number(body: dict[str, Any], name: str) -> float:
+    value = body.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise RequestError(400, f"{name} is missing or no positive number")
+    return float(value)
+
+
+def _integers(body: dict[str, Any], name: str) -> list[int]:
+    values = body.get(name)
+    if not isinstance(values, list) or not all(type(v) is int for v in values):
+        raise RequestError(400, f"{name} is missing or no list of integers")
+    return values

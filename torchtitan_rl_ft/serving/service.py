@@ -1,0 +1,272 @@
+"""What the serving role does: publish, generate, tell. The HTTP routes call it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.engine_process import EngineRecords
+from torchtitan_rl_ft.serving.launch import Launcher
+from torchtitan_rl_ft.serving.pool import EnginePool
+from torchtitan_rl_ft.serving.prober import Prober
+from torchtitan_rl_ft.serving.router import GenerateRequest, RequestRejected, Router
+from torchtitan_rl_ft.serving.samples import Sample
+from torchtitan_rl_ft.serving.slot import Shared, Target
+from torchtitan_rl_ft.serving.verdict import ProbeLimits
+from torchtitan_rl_ft.serving.versions import VersionStore
+from torchtitan_rl_ft.weights.installer import Installer
+from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid, read_manifest
+from torchtitan_rl_ft.weights.proof import EngineLayout, make_proof
+from torchtitan_rl_ft.weights.transports.base import Release
+from torchtitan_rl_ft.weights.transports.disk import DiskTransport
+
+MAX_SEED = 2**31 - 1
+
+
+class PublishRefused(Exception):
+    """The weights are not what was announced, or not of this model. Nothing has changed."""
+
+
+class ServingService:
+    """Owns the engines and the policy versions of one run. Lives in one event loop."""
+
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        folder: RunFolder,
+        events: EventSink,
+        launcher: Launcher,
+        layout: EngineLayout,
+        http: aiohttp.ClientSession,
+        *,
+        model_path: Path,
+        seeded: bool,
+        randomness: random.Random | None = None,
+    ) -> None:
+        self._rollout, self._events, self._layout = rollout, events, layout
+        self._seeded = seeded
+        self._random = randomness or random.SystemRandom()
+        self._vocabulary = _vocabulary(model_path)
+        self._versions = VersionStore(folder.weights)
+        self._publishing = asyncio.Lock()
+        self._shapes: dict[str, tuple[str, list[int]]] | None = None
+        self._changes = Changes()
+        self._records = EngineRecords(folder)
+        self._shared = Shared(
+            rollout=rollout,
+            folder=folder,
+            events=events,
+            launcher=launcher,
+            http=http,
+            installer=Installer(DiskTransport(), rollout.pause_mode, rollout.install_timeout_s),
+            prober=Prober(
+                ProbeLimits(
+                    first_wait_s=rollout.health_check_first_wait,
+                    interval_s=rollout.health_check_interval,
+                    timeout_s=rollout.health_check_timeout,
+                ),
+                events,
+            ),
+            records=self._records,
+            changes=self._changes,
+        )
+        self.pool = EnginePool(self._shared)
+        self._router = Router(self.pool, self._changes, events, rollout.request_timeout_s)
+
+    # Life -----------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Clean up after an earlier serving role of this run and start the engines. They take
+        the newest published version as soon as they are up."""
+        deadline = time.monotonic() + self._rollout.cleanup_timeout
+        for pid in await self._records.end_left_behind(deadline):
+            self._events.emit(Kind.WARN, cause=f"ended engine process {pid} of an earlier serving")
+        newest = self._versions.newest
+        if newest is not None:
+            try:
+                self.pool.require(await self._target(newest))
+            except (WeightsInvalid, OSError) as e:
+                cause = f"version {newest.version} of an earlier serving cannot be used: {e}"
+                self._events.emit(Kind.WARN, cause=cause, version=newest.version)
+        self.pool.open()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def run_until_failed(self) -> None:
+        """Raises PoolFailed."""
+        await self.pool.run_until_failed()
+
+    # Versions -------------------------------------------------------------------------------
+
+    async def publish(
+        self, step: int, token: str, path: Path, manifest_digest: str, wait: str, deadline_s: float
+    ) -> tuple[int, list[int]]:
+        """Give the state (step, token) a version and have all engines take it.
+
+        Returns the version and the slots that serve it once `wait` is met ("none": at once,
+        "first": one engine, "all": every live engine) or `deadline_s` is over. The same state
+        gets the same version. Raises PublishRefused.
+        """
+        end = time.monotonic() + deadline_s
+        async with self._publishing:
+            target = await self._release(step, token, path, manifest_digest)
+        version = target.release.version
+        if wait == "first":
+            await self._changes.wait_until(
+                lambda: bool(self.pool.serving(version)), end - time.monotonic()
+            )
+        elif wait == "all":
+            await self._changes.wait_until(
+                lambda: self._superseded(version) or self.pool.all_current(version),
+                end - time.monotonic(),
+            )
+        return version, sorted(e.slot for e in self.pool.serving(version))
+
+    def _superseded(self, version: int) -> bool:
+        target = self.pool.target
+        return target is not None and target.release.version > version
+
+    async def _release(self, step: int, token: str, path: Path, manifest_digest: str) -> Target:
+        """The target for a state, new or the present one."""
+        known = self._versions.find(step, token)
+        present = self.pool.target
+        if known is not None and present is not None and known == present.release:
+            return present
+        try:
+            if manifest_digest and read_manifest(path).digest != manifest_digest:
+                raise PublishRefused(f"{path} holds another manifest than {manifest_digest}")
+            manifest, proof = await asyncio.to_thread(make_proof, path, self._layout)
+        except (WeightsInvalid, OSError, ValueError) as e:
+            raise PublishRefused(f"step {step} not published: {e}") from e
+        if (manifest.step, manifest.token) != (step, token):
+            raise PublishRefused(
+                f"{path} holds step {manifest.step} ({manifest.token}), not {step} ({token})"
+            )
+        self._check_shapes(manifest)
+        release = self._versions.add(step, token, path, manifest.digest)
+        if known is not None:
+            self._events.emit(
+                Kind.WARN,
+                cause=f"step {step} was version {known.version}; it is current again",
+                step=step,
+                version=release.version,
+            )
+        target = Target(release, proof)
+        self._events.emit(
+            Kind.PUBLISH, step=step, version=release.version, path=str(path), proof=proof.kind
+        )
+        self.pool.require(target)
+        await asyncio.to_thread(self._prune)
+        return target
+
+    def _check_shapes(self, manifest: Manifest) -> None:
+        """Every release has the tensors of the first one. Raises PublishRefused."""
+        shapes = {name: (t.dtype, t.shape) for name, t in manifest.tensors.items()}
+        if self._shapes is None:
+            self._shapes = shapes
+        for name in self._shapes.keys() | shapes.keys():
+            if self._shapes.get(name) != shapes.get(name):
+                raise PublishRefused(
+                    f"step {manifest.step} not published: tensor {name} is {shapes.get(name)}, "
+                    f"in earlier versions {self._shapes.get(name)}"
+                )
+
+    async def _target(self, release: Release) -> Target:
+        """Raises WeightsInvalid, OSError."""
+        manifest, proof = await asyncio.to_thread(make_proof, Path(release.path), self._layout)
+        if manifest.digest != release.manifest_digest:
+            raise WeightsInvalid(f"{release.path} holds another policy")
+        self._check_shapes(manifest)
+        return Target(release, proof)
+
+    def _prune(self) -> None:
+        """Remove weights that no engine holds or loads."""
+        needed = {e.version for e in self.pool.engines if e.version is not None}
+        self._versions.prune(needed)
+
+    async def wait_version(self, after: int, timeout_s: float) -> dict[str, Any]:
+        """The present version once it is above `after` and served, or at the timeout."""
+
+        def served() -> bool:
+            target = self.pool.target
+            return (
+                target is not None
+                and target.release.version > after
+                and bool(self.pool.serving(target.release.version))
+            )
+
+        await self._changes.wait_until(served, timeout_s)
+        target = self.pool.target
+        if target is None:
+            return {"version": 0, "step": None, "token": None, "serving": 0}
+        release = target.release
+        return {
+            "version": release.version,
+            "step": release.step,
+            "token": release.token,
+            "serving": len(self.pool.serving(release.version)),
+        }
+
+    # Generation -----------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """Raises RequestRejected, RequestFailed."""
+        self._check_tokens(request)
+        if not self._seeded:
+            request = _with_seeds(request, None)
+        elif request.seeds is None:
+            # An engine that honours seeds gives every request without one the same seed.
+            seeds = [self._random.randint(0, MAX_SEED) for _ in range(request.n)]
+            request = _with_seeds(request, seeds)
+        return await self._router.generate(request)
+
+    def _check_tokens(self, request: GenerateRequest) -> None:
+        """A token outside the vocabulary ends SGLang's scheduler on a CPU."""
+        if not request.input_ids:
+            raise RequestRejected("input_ids is empty")
+        low, high = min(request.input_ids), max(request.input_ids)
+        if low < 0 or high >= self._vocabulary:
+            raise RequestRejected(
+                f"input_ids has token {low if low < 0 else high}; the model's vocabulary is "
+                f"0..{self._vocabulary - 1}"
+            )
+
+    # Status ---------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        target = self.pool.target
+        return {
+            "version": target.release.version if target is not None else 0,
+            "step": target.release.step if target is not None else None,
+            "proof": target.proof.kind if target is not None else None,
+            "engines": [slot.to_json() for slot in self.pool.slots],
+            "in_flight": sum(e.in_flight for e in self.pool.engines),
+            "wasted_tokens": self._router.wasted_tokens,
+        }
+
+
+def _with_seeds(request: GenerateRequest, seeds: list[int] | None) -> GenerateRequest:
+    return GenerateRequest(
+        request.request_id,
+        request.input_ids,
+        request.n,
+        request.sampling,
+        seeds,
+        request.timeout_s,
+    )
+
+
+def _vocabulary(model_path: Path) -> int:
+    """Number of tokens of the model in `model_path`. Raises OSError, ValueError, KeyError."""
+    return int(json.loads((model_path / "config.json").read_bytes())["vocab_size"])

@@ -1,0 +1,88 @@
+"""Gives one engine one version, and lets it go on only when it has proved that it holds it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan_rl_ft.weights.proof import Checksums, Proof
+from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
+
+
+class InstallFailed(Exception):
+    """The engine does not hold the version. It is paused and must not serve."""
+
+
+class WeightTarget(Protocol):
+    """What an engine offers for a change of weights; each call has its own limit."""
+
+    async def pause(self, mode: str, timeout_s: float) -> None: ...
+
+    async def resume(self, timeout_s: float) -> None: ...
+
+    async def load(self, path: str, version: int, flush_cache: bool, timeout_s: float) -> None: ...
+
+    async def held_version(self, timeout_s: float) -> int | None: ...
+
+    async def checksums(self, timeout_s: float) -> Checksums: ...
+
+
+@dataclass(frozen=True)
+class Installed:
+    """How long the parts of an install took."""
+
+    fetch_s: float
+    load_s: float
+    prove_s: float
+    paused_s: float
+
+
+class Installer:
+    """`pause_mode` is SGLang's: retract, in_place or abort."""
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        pause_mode: str,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport, self._pause_mode = transport, pause_mode
+        self._timeout_s, self._clock = timeout_s, clock
+
+    async def install(
+        self, engine: WeightTarget, release: Release, proof: Proof, digest_before: str | None
+    ) -> Installed:
+        """Pause, load, prove, resume, all within the limit.
+
+        Raises InstallFailed; whatever the engine or the transport raised goes through. In both
+        cases the engine stays paused, with unknown weights.
+        """
+        start = self._clock()
+
+        def left_s() -> float:
+            return max(0.001, start + self._timeout_s - self._clock())
+
+        path: Path = await self._transport.fetch(release, left_s())
+        fetched = self._clock()
+        await engine.pause(self._pause_mode, left_s())
+        paused = self._clock()
+        before = await engine.checksums(left_s()) if proof.kind == "witness" else []
+        # In place, running requests keep their cache, so it cannot be flushed; the engine then
+        # runs without a prefix cache (serving/launch.py).
+        flush = self._pause_mode != "in_place"
+        await engine.load(str(path), release.version, flush, left_s())
+        loaded = self._clock()
+        held = await engine.held_version(left_s())
+        if held != release.version:
+            raise InstallFailed(f"the engine reports version {held}, not {release.version}")
+        problem = proof.problem(await engine.checksums(left_s()), before, digest_before)
+        if problem is not None:
+            raise InstallFailed(problem)
+        proved = self._clock()
+        await engine.resume(left_s())
+        done = self._clock()
+        return Installed(fetched - start, loaded - paused, proved - loaded, done - fetched)

@@ -1,0 +1,49 @@
+"""The interface of a weight transport."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Release:
+    """A policy version: the number that `serving` gave to a published state of the trainer.
+
+    `path` is the folder that the publisher wrote, `manifest_digest` the digest of its manifest.
+    """
+
+    version: int
+    step: int
+    token: str
+    path: str
+    manifest_digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Release:
+        return cls(**{k: data[k] for k in cls.__dataclass_fields__})
+
+
+class TransportFailed(Exception):
+    """The release could not be brought here in time; another try may succeed."""
+
+
+class WeightTransport(Protocol):
+    """Brings a release to this node, as a folder that an engine of the node can load."""
+
+    name: str
+
+    async def fetch(self, release: Release, deadline_s: float) -> Path:
+        """The folder, complete: its manifest is the release's. Calling it again is cheap.
+
+        Raises TransportFailed, WeightsInvalid.
+        """
+        ...
+
+    async def drop(self, release: Release) -> None:
+        """Forget what `fetch` keeps here for a release that no engine needs any more."""
+        ...
