@@ -33,7 +33,7 @@ HARNESS = textwrap.dedent(
     async def main():
         keeper = RoleKeeper(
             folder, specs, events, env=dict(os.environ),
-            limits=RestartLimits(job.get("max_restarts", 2), 60.0, backoff_s=0.05),
+            limits=RestartLimits(job.get("max_restarts", 2), 60.0, job.get("backoff_s", 0.05)),
             cleanup_timeout_s=job.get("cleanup_timeout_s", 6.0),
             worker_end_timeout_s=job.get("worker_end_timeout_s", 60.0),
             look_over_interval_s=0.2,
@@ -168,6 +168,22 @@ def test_exit_that_no_restart_mends_ends_the_run_with_that_code(start, code):
     job = start([("trainer-0", "worker", sh(f"exit {code}")), ("rollout", "driver", FOREVER)])
     assert job.outcome()[0] == code
     assert job.events(Kind.RESTART) == []
+
+
+def test_role_that_waits_for_its_restart_is_not_started_once_the_run_ends(start):
+    job = start(
+        [
+            ("serving", "service", sh("exit 1")),
+            ("trainer-0", "worker", sh("trap '' TERM; sleep 2")),
+        ],
+        max_restarts=3,
+        backoff_s=1.0,
+        cleanup_timeout_s=6.0,
+    )
+    job.wait_for(Kind.RESTART, "serving", n=2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.outcome()[0] == ExitCode.INTERRUPTED
+    assert len(job.events(Kind.SPAWN, "serving")) == 2
 
 
 def test_command_that_cannot_run_is_named(start):

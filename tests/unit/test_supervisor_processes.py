@@ -11,6 +11,7 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
 from torchtitan_rl_ft.host import process
@@ -126,8 +127,10 @@ def test_exit_is_noticed_at_once(tmp_path):
 
 
 def test_whole_tree_is_ended_with_what_it_starts_meanwhile(tmp_path):
+    seconds = str(600 + os.getpid())  # tells these apart from any other
+
     async def run():
-        script = "while :; do setsid sleep 600 & sleep 0.01; done"
+        script = f"while :; do setsid sleep {seconds} & sleep 0.01; done"
         child = process.spawn(["sh", "-c", script], log=tmp_path / "log", env=dict(os.environ))
         await asyncio.sleep(0.3)
         tree = [child.id, *process.descendants(child.id)]
@@ -138,6 +141,12 @@ def test_whole_tree_is_ended_with_what_it_starts_meanwhile(tmp_path):
 
     tree, left = asyncio.run(run())
     assert left == [] and not any(p.alive() for p in tree)
+    escaped = [
+        p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]
+    ]
+    for one in escaped:
+        one.kill()
+    assert escaped == []
 
 
 def test_processes_that_cannot_be_killed_in_time_are_returned(holder):

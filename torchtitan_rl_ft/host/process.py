@@ -151,12 +151,23 @@ def kill(target: ProcessId, signum: signal.Signals = signal.SIGKILL) -> bool:
     return True
 
 
+def freeze(roots: Iterable[ProcessId]) -> set[ProcessId]:
+    """Stop `roots` and all below them; returns them all. A stopped process forks no more, so
+    nothing escapes between this list and the kill that follows."""
+    frozen: set[ProcessId] = set()
+    fresh = {p for p in roots if p.alive()}
+    while fresh:
+        for target in fresh:
+            kill(target, signal.SIGSTOP)
+        frozen |= fresh
+        fresh = {p for target in frozen for p in descendants(target)} - frozen
+    return frozen
+
+
 async def kill_until_gone(targets: Iterable[ProcessId], deadline_mono_s: float) -> list[ProcessId]:
-    """SIGKILL `targets` and whatever they start meanwhile; returns those alive at the deadline."""
-    known = set(targets)
+    """SIGKILL `targets` and all below them; returns those alive at the deadline."""
+    known = freeze(targets)
     while True:
-        for target in list(known):
-            known.update(descendants(target))
         known = {p for p in known if p.alive()}
         if not known or time.monotonic() >= deadline_mono_s:
             return sorted(known, key=lambda p: p.pid)

@@ -110,7 +110,7 @@ class RoleKeeper:
 
     async def _keep(self, spec: RoleSpec) -> None:
         restarts_s: list[float] = []
-        while True:
+        while not self._outcome.done():
             attempt, child = self._spawn(spec)
             returncode = await child.wait()
             now_s = time.monotonic()
@@ -261,9 +261,12 @@ class RoleKeeper:
                 with contextlib.suppress(ProcessLookupError):
                     child.send(signal.SIGTERM)
         await self._wait_for_roles(start + TERM_GRACE_SHARE * self._cleanup_timeout_s)
-        everything = [*everything, *process.descendants()]
-        self._footprint.observe(everything)
-        await process.kill_until_gone(everything, start + self._cleanup_timeout_s)
+        # Orphans are adopted by this process, so that nothing below it escapes.
+        while left := {*everything, *process.descendants()}:
+            self._footprint.observe(left)
+            everything = await process.kill_until_gone(left, start + self._cleanup_timeout_s)
+            if everything:
+                break
         await self._settle(tasks)
         self._footprint.remove_shared_memory()
         process.reap_adopted(c.pid for c in self._children.values())
