@@ -42,7 +42,7 @@ class TinySpec:
     head_dim: int = 16
     rope_theta: float = 10000.0
     max_positions: int = 512
-    init_std: float = 0.02
+    init_std: float = 0.1
     """Standard deviation of embeddings and projections; those that write into the residual
     stream are scaled by 1 / sqrt(2 * layers) (GPT-2, Radford et al. 2019, section 2.3)."""
 

@@ -1,0 +1,226 @@
+"""The rollout role: prompts, rewards, the journal and its ledger, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import aiohttp
+from tokenizers import Tokenizer
+
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.journal import service as ledger_service
+from torchtitan_rl_ft.journal.checkpoints import checker
+from torchtitan_rl_ft.journal.errors import JournalError
+from torchtitan_rl_ft.journal.ledger import Ledger
+from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.rollout import plugins, schedule, service
+from torchtitan_rl_ft.rollout.generation import ServingClient
+from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
+from torchtitan_rl_ft.rollout.judging import Judge
+from torchtitan_rl_ft.rollout.loop import LoopSettings, RolloutLoop
+from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
+from torchtitan_rl_ft.rollout.protocols import PluginContext
+from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
+from torchtitan_rl_ft.rpc.server import make_app, start
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
+
+if TYPE_CHECKING:
+    from torchtitan_rl_ft.config.resolve import Resolved
+
+NAME = "rollout"
+_LINGER_POLL_S = 0.1
+
+
+def main(resolved: Resolved) -> int:
+    """Serve until the run is over; the exit code says how it went.
+
+    Raises ConfigError (model directory without tokenizer, plug-in that cannot be loaded).
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
+    folder = resolved.run_folder
+    events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    try:
+        return asyncio.run(_interruptible(resolved, folder, events))
+    except (JournalError, RolloutStalled, OSError) as e:
+        events.emit(Kind.FAULT, cause=str(e), subject=NAME)
+        print(f"torchtitan: error: {NAME}: {e}", flush=True)
+        return ExitCode.FAILED
+    finally:
+        events.close()
+
+
+async def _interruptible(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
+    """SIGTERM and SIGINT end the role at once; what is accepted is in the journal."""
+    task = asyncio.ensure_future(_run(resolved, folder, events))
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return ExitCode.INTERRUPTED
+
+
+async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
+    sections = resolved.sections
+    model_path = model_directory(resolved)
+    tokenizer = load_tokenizer(model_path)
+    context = PluginContext(sections.rl.seed, tokenizer, model_path)
+    source = plugins.load_data_source(
+        sections.rl.data_source, context, journaling=sections.rollout.journal
+    )
+    judge = Judge(plugins.load_reward(sections.rl.reward, context))
+    group_filter = plugins.load_filter(sections.rl.filter, context)
+    token = folder.token()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(judge.close)
+        journal = stack.enter_context(
+            Journal.open(folder.journal, events=events, durable=sections.rollout.journal)
+        )
+        ledger = Ledger(
+            journal,
+            events=events,
+            metrics_path=folder.metrics,
+            why_incomplete=checker(folder.path),
+            max_numeric_refusals=sections.recovery.max_numeric_refusals,
+        )
+        # One connection per request in flight; serving is one hop away on this host.
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
+        client = ServingClient(session, lambda: _url(folder, "serving"), token)
+        starvation = _starvation(resolved, events)
+        rollout = GroupRollout(
+            client,
+            tokenizer,
+            judge,
+            group_filter,
+            _sampling(resolved),
+            on_unavailable=starvation.unavailable,
+            on_available=starvation.available,
+        )
+        watch = PolicyWatch(client, on_change=lambda: loop.wake())
+        try:
+            loop = RolloutLoop(
+                ledger, source, rollout, watch, starvation, loop_settings(resolved), events
+            )
+        except ValueError as e:
+            raise ConfigError(f"rl.data_source = {sections.rl.data_source!r}: {e}") from e
+        app = make_app(token, [*ledger_service.routes(ledger), *service.routes(loop)])
+        url, runner = await start(app)
+        stack.push_async_callback(runner.cleanup)
+        folder.register(NAME, url)
+        stack.callback(folder.unregister, NAME)
+        events.emit(Kind.READY, url=url)
+        await loop.run()
+        await _linger(ledger, sections.recovery.batch_wait_timeout_s)
+        return _exit_code(ledger)
+
+
+async def _linger(ledger: Ledger, timeout_s: float) -> None:
+    """Stay until every trainer has been told to stop and has ended: the last checkpoint is
+    reported here. A trainer that falls silent counts as ended."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and any(m["alive"] for m in ledger.status()["members"]):
+        await asyncio.sleep(_LINGER_POLL_S)
+
+
+def _exit_code(ledger: Ledger) -> int:
+    outcome = ledger.outcome
+    assert outcome is not None
+    if outcome.kind == "failed":
+        print(f"torchtitan: error: {NAME}: {outcome.reason}", flush=True)
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+# Parts from the configuration ---------------------------------------------------------------
+
+
+def model_directory(resolved: Resolved) -> Path:
+    """The HF directory of the initial model."""
+    assets = resolved.sections.model.hf_assets_path
+    return Path(assets) if assets else resolved.run_folder.model
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    """Raises ConfigError."""
+    file = model_path / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"the model directory {model_path} has no tokenizer.json: put the model's tokenizer "
+            "there (Hugging Face's fast format), or set model.hf_assets_path to a directory that "
+            "has one"
+        )
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as e:  # the library raises plain Exception
+        raise ConfigError(f"{file} is not a tokenizer: {e}") from e
+
+
+def loop_settings(resolved: Resolved) -> LoopSettings:
+    rl, rollout = resolved.sections.rl, resolved.sections.rollout
+    return LoopSettings(
+        rules=schedule.Rules(
+            mode=rl.mode,
+            start_fraction=rl.start_fraction,
+            max_policy_age=rl.max_policy_age,
+            groups_per_step=rl.groups_per_step,
+            total_steps=int(resolved.get("training.steps")),
+        ),
+        advantage_norm=rl.advantage_norm,
+        loss_norm=rl.loss_norm,
+        max_concurrent_groups=rollout.max_concurrent_groups,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        eval_prompts=rl.eval_prompts,
+        eval_path=resolved.run_folder.path / "eval.json",
+        drain_timeout_s=rollout.request_timeout_s,
+        final_policy_timeout_s=resolved.sections.recovery.batch_wait_timeout_s,
+    )
+
+
+def _sampling(resolved: Resolved) -> Sampling:
+    rl, rollout = resolved.sections.rl, resolved.sections.rollout
+    return Sampling(
+        samples=rl.samples_per_prompt,
+        params={
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
+            "max_new_tokens": rollout.max_response_tokens,
+            "stop_token_ids": list(rollout.stop_token_ids),
+        },
+        run_seed=rl.seed,
+        timeout_s=rollout.request_timeout_s,
+        max_failures=rl.max_prompt_failures,
+    )
+
+
+def _starvation(resolved: Resolved, events: EventLog) -> Starvation:
+    """Engines may have to start anew: serving is given the time for that."""
+    limit_s = max(
+        resolved.sections.recovery.batch_wait_timeout_s,
+        resolved.sections.rollout.engine_start_timeout_s,
+    )
+    return Starvation(
+        events,
+        unavailable_limit_s=limit_s,
+        groups_per_step=resolved.sections.rl.groups_per_step,
+        mono_s=time.monotonic,
+    )
+
+
+def _url(folder: RunFolder, name: str) -> str | None:
+    role = folder.role(name)
+    return role.url if role is not None else None

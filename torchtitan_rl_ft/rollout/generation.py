@@ -1,0 +1,180 @@
+"""Generation by the serving role: requests, answers checked, failures told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+
+GRACE_S = 10.0
+"""Beyond a request's own limit, for the answer to travel."""
+
+FINISHED = ("stop", "length")
+SEED_BITS = 31
+
+
+class ServingUnavailable(Exception):
+    """Serving is not there or has no engine: no prompt is to blame, try again."""
+
+
+class GenerationFailed(Exception):
+    """Serving answered, but not with usable samples of this prompt."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    request_id: str
+    input_ids: Sequence[int]
+    n: int
+    sampling: Mapping[str, Any]  # SGLang's names
+    seeds: Sequence[int] | None  # one for each sample
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One sample: per-token log-probs and policy versions, as long as `output_ids`."""
+
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str
+    min_version: int
+    max_version: int
+
+
+@dataclass(frozen=True)
+class ServedPolicy:
+    """The newest policy that an engine serves."""
+
+    version: int
+    step: int
+    token: str
+
+
+class Generator(Protocol):
+    """What the rollout loop needs of serving."""
+
+    async def generate(self, request: GenerateRequest) -> list[Generated]:
+        """Raises ServingUnavailable, GenerationFailed."""
+        ...
+
+    async def policy(self, after: int, timeout_s: float) -> ServedPolicy | None:
+        """Wait for a policy newer than version `after`; None when there is none in time.
+        Raises ServingUnavailable."""
+        ...
+
+
+def sample_seed(run_seed: int, epoch: int, index: int, sample: int) -> int:
+    """Sampling seed of one sample: other for each visit of a prompt, equal on a retry."""
+    text = f"{run_seed}|{epoch}|{index}|{sample}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big") >> (32 - SEED_BITS)
+
+
+class ServingClient:
+    """Generator over the serving role's HTTP routes.
+
+    `find_url` is asked anew for each request: a restarted role has another port.
+    """
+
+    def __init__(
+        self, session: aiohttp.ClientSession, find_url: Callable[[], str | None], token: str
+    ) -> None:
+        self._session, self._find_url = session, find_url
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    async def generate(self, request: GenerateRequest) -> list[Generated]:
+        body = {
+            "request_id": request.request_id,
+            "input_ids": list(request.input_ids),
+            "n": request.n,
+            "sampling": dict(request.sampling),
+            "seeds": None if request.seeds is None else list(request.seeds),
+            "timeout_s": request.timeout_s,
+        }
+        answer = await self._request(
+            "POST", "/v1/generate", timeout_s=request.timeout_s + GRACE_S, json=body
+        )
+        return checked_samples(answer, request.n)
+
+    async def policy(self, after: int, timeout_s: float) -> ServedPolicy | None:
+        params = {"after": str(after), "timeout_s": str(timeout_s)}
+        try:
+            answer = await self._request(
+                "GET", "/v1/version", timeout_s=timeout_s + GRACE_S, params=params
+            )
+        except GenerationFailed as e:
+            raise ServingUnavailable(str(e)) from e
+        if answer.get("version") is None or not answer.get("serving"):
+            return None
+        if int(answer["version"]) <= after:
+            return None
+        return ServedPolicy(int(answer["version"]), int(answer["step"]), str(answer["token"]))
+
+    async def _request(self, method: str, path: str, *, timeout_s: float, **kwargs: Any) -> Any:
+        url = self._find_url()
+        if url is None:
+            raise ServingUnavailable("the serving role has not come up")
+        started = time.monotonic()
+        try:
+            async with self._session.request(
+                method,
+                url + path,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+                **kwargs,
+            ) as response:
+                status, text = response.status, await response.text()
+                answer = await response.json() if response.ok else None
+        except TimeoutError as e:
+            waited_s = time.monotonic() - started
+            raise GenerationFailed(f"no answer from {path} within {waited_s:.0f} s") from e
+        except (aiohttp.ClientError, OSError) as e:
+            raise ServingUnavailable(f"{path}: {type(e).__name__}: {e}") from e
+        except ValueError as e:
+            raise GenerationFailed(f"{path}: the answer is not JSON: {e}") from e
+        if status == 503:
+            raise ServingUnavailable(f"{path}: {text[:200]}")
+        if status != 200:
+            raise GenerationFailed(f"{path}: status {status}: {text[:200]}")
+        return answer
+
+
+def checked_samples(answer: Mapping[str, Any], n: int) -> list[Generated]:
+    """The samples of a generate answer. Raises GenerationFailed when one is unfit to train on."""
+    samples = answer.get("samples")
+    if not isinstance(samples, list) or len(samples) != n:
+        got = len(samples) if isinstance(samples, list) else "no list of"
+        raise GenerationFailed(f"asked for {n} samples, got {got}")
+    return [_checked(sample) for sample in samples]
+
+
+def _checked(sample: Mapping[str, Any]) -> Generated:
+    try:
+        ids, logprobs, versions = sample["output_ids"], sample["logprobs"], sample["versions"]
+        reason, lowest = sample["finish_reason"], sample["min_version"]
+        highest = sample["max_version"]
+    except (KeyError, TypeError) as e:
+        raise GenerationFailed(f"a sample lacks {e}") from e
+    if reason not in FINISHED:
+        raise GenerationFailed(f"a sample ended with {reason!r}")
+    if not len(ids) == len(logprobs) == len(versions):
+        raise GenerationFailed(
+            f"a sample has {len(ids)} tokens, {len(logprobs)} log-probs, {len(versions)} versions"
+        )
+    if not all(
+        isinstance(v, int) and not isinstance(v, bool) for v in [*versions, lowest, highest]
+    ):
+        raise GenerationFailed("a sample does not name its policy version by number")
+    floats = [float("nan") if x is None else float(x) for x in logprobs]
+    return Generated([int(i) for i in ids], floats, list(versions), reason, lowest, highest)
+
+
+async def pause(attempt: int, *, first_s: float = 0.2, longest_s: float = 5.0) -> None:
+    """Sleep before try number `attempt` + 1, twice as long each time."""
+    await asyncio.sleep(min(first_s * 2 ** min(attempt, 20), longest_s))

@@ -1,0 +1,154 @@
+"""One prompt group from prompt to rewarded samples: generate, judge, filter, with bounded
+retries."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from torchtitan_rl_ft.rollout.generation import (
+    Generated,
+    GenerateRequest,
+    GenerationFailed,
+    Generator,
+    ServingUnavailable,
+    pause,
+    sample_seed,
+)
+from torchtitan_rl_ft.rollout.judging import Judge, RewardFailed
+from torchtitan_rl_ft.rollout.protocols import GroupFilter, Prompt, Response
+from torchtitan_rl_ft.rollout.sealing import Sample, group_arrays
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn."""
+
+    samples: int
+    params: Mapping[str, Any]  # SGLang's names
+    run_seed: int
+    timeout_s: float
+    max_failures: int
+
+    @property
+    def greedy(self) -> Sampling:
+        """One answer per prompt, the likeliest token each time."""
+        params = {**self.params, "temperature": 0.0, "top_p": 1.0, "top_k": 1}
+        return dataclasses.replace(self, samples=1, params=params)
+
+
+@dataclass(frozen=True)
+class RolledOut:
+    """A group to accept."""
+
+    arrays: dict[str, np.ndarray]  # sealing.GROUP_ARRAYS
+    texts: list[str]
+    rewards: list[float]
+    min_version: int
+    max_version: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A group that is not worth another try."""
+
+    reason: str
+
+
+class GroupRollout:
+    """Rolls out groups one at a time; safe to use from many tasks."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        judge: Judge,
+        group_filter: GroupFilter | None,
+        sampling: Sampling,
+        *,
+        on_unavailable: Callable[[str], None],
+        on_available: Callable[[], None],
+    ) -> None:
+        """`on_unavailable(reason)` is told of each try that found no serving, `on_available` of
+        each answer: the caller decides how long that may go on."""
+        self._generator, self._tokenizer = generator, tokenizer
+        self._judge, self._filter = judge, group_filter
+        self._sampling = sampling
+        self._on_unavailable, self._on_available = on_unavailable, on_available
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self._tokenizer.encode(prompt.text, add_special_tokens=False).ids
+
+    async def run(self, name: str, prompt: Prompt, *, greedy: bool = False) -> RolledOut | Dropped:
+        """Generate and judge until it works or `max_failures` tries have failed.
+
+        `name` names the group in request ids. Waits while serving is unavailable.
+        """
+        sampling = self._sampling.greedy if greedy else self._sampling
+        input_ids = self.encode(prompt)
+        failures = unavailable = 0
+        while True:
+            request = self._request(f"{name}.{failures}", input_ids, prompt, sampling)
+            try:
+                generated = await self._generator.generate(request)
+                self._on_available()
+                return await self._judged(prompt, input_ids, generated, filtered=not greedy)
+            except ServingUnavailable as e:
+                self._on_unavailable(str(e))
+                await pause(unavailable)
+                unavailable += 1
+            except (GenerationFailed, RewardFailed) as e:
+                failures += 1
+                if failures >= sampling.max_failures:
+                    kind = "generation" if isinstance(e, GenerationFailed) else "reward"
+                    return Dropped(f"{kind} failed {failures} times, the last one: {e}")
+                await pause(failures - 1)
+
+    def _request(
+        self, request_id: str, input_ids: Sequence[int], prompt: Prompt, sampling: Sampling
+    ) -> GenerateRequest:
+        seeds = [
+            sample_seed(sampling.run_seed, prompt.epoch, prompt.index, i)
+            for i in range(sampling.samples)
+        ]
+        return GenerateRequest(
+            request_id, input_ids, sampling.samples, sampling.params, seeds, sampling.timeout_s
+        )
+
+    async def _judged(
+        self,
+        prompt: Prompt,
+        input_ids: Sequence[int],
+        generated: Sequence[Generated],
+        *,
+        filtered: bool,
+    ) -> RolledOut | Dropped:
+        responses = [
+            Response(
+                self._tokenizer.decode(list(g.output_ids), skip_special_tokens=True),
+                g.output_ids,
+                g.finish_reason,
+            )
+            for g in generated
+        ]
+        rewards = await self._judge.rewards(prompt, responses)
+        if filtered and self._filter is not None:
+            reason = self._filter(prompt, rewards)
+            if reason is not None:
+                return Dropped(f"filter: {reason}")
+        samples = [
+            Sample(g.output_ids, g.logprobs, g.versions, g.finish_reason == "length", r)
+            for g, r in zip(generated, rewards, strict=True)
+        ]
+        return RolledOut(
+            group_arrays(input_ids, samples),
+            [r.text for r in responses],
+            rewards,
+            min(g.min_version for g in generated),
+            max(g.max_version for g in generated),
+        )

@@ -1,0 +1,333 @@
+"""The rollout loop: prompts to journaled samples to sealed batches, until the run is over.
+
+One task rolls out one prompt group. After every change (a task's end, a commit, a new policy)
+`_advance` seals what is complete, drops what is too old, and starts what `schedule` allows. All
+state that matters is in the journal; what is kept here can be rebuilt from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_rl_ft.journal.ledger import Ledger
+from torchtitan_rl_ft.journal.store import NewGroup, PromptGroup
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.rollout import schedule
+from torchtitan_rl_ft.rollout.evaluation import evaluate
+from torchtitan_rl_ft.rollout.generation import ServedPolicy
+from torchtitan_rl_ft.rollout.group_rollout import Dropped, GroupRollout
+from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
+from torchtitan_rl_ft.rollout.protocols import DataSource, HeldOutSource, Prompt
+from torchtitan_rl_ft.rollout.sealing import AcceptedGroup, seal
+from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
+from torchtitan_rl_ft.run_folder import write_atomic
+
+TICK_S = 1.0  # limits are looked at this often when nothing happens
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    rules: schedule.Rules
+    advantage_norm: Literal["std", "none"]
+    loss_norm: Literal["token", "sample"]
+    max_concurrent_groups: int
+    max_prompt_tokens: int
+    eval_prompts: int
+    eval_path: Path
+    drain_timeout_s: float
+    final_policy_timeout_s: float
+
+
+class RolloutLoop:
+    """Runs on one event loop, together with the ledger's routes."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        source: DataSource,
+        rollout: GroupRollout,
+        watch: PolicyWatch,
+        starvation: Starvation,
+        settings: LoopSettings,
+        events: EventSink,
+        *,
+        mono_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes up what the journal holds: the source's position, pending prompts (rolled out
+        again) and accepted groups. Raises ValueError when the position is of another source."""
+        self._ledger, self._journal = ledger, ledger.journal
+        self._source, self._rollout, self._watch = source, rollout, watch
+        self._starvation, self._settings, self._events = starvation, settings, events
+        self._rules = settings.rules
+        self._mono_s = mono_s
+        self._wake = asyncio.Event()
+        self._queue: deque[PromptGroup] = deque(self._journal.pending())
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._accepted = {g.group_id: _accepted(g) for g in self._journal.accepted()}
+        self._started_mono_s: dict[int, float] = {}
+        self._exhausted = False
+        self._draining: str | None = None
+        self._drain_until_mono_s = 0.0
+        self._phase = ""
+        if (cursor := self._journal.cursor()) is not None and hasattr(source, "load_state_dict"):
+            source.load_state_dict(cursor)
+        self._journal.on_change(self.wake)
+
+    # From outside -----------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something has changed: look again. Call it on the event loop's thread."""
+        self._wake.set()
+
+    def drain(self, reason: str) -> None:
+        """Start nothing new; end the run as drained once what is in flight has been accepted."""
+        if self._draining is None:
+            self._draining = reason
+            self._drain_until_mono_s = self._mono_s() + self._settings.drain_timeout_s
+        self.wake()
+
+    def status(self) -> dict[str, Any]:
+        policy = self._watch.current
+        return {
+            "phase": self._phase,
+            "mode": self._rules.mode,
+            "step": self._journal.tip.step,
+            "total_steps": self._rules.total_steps,
+            "policy": None if policy is None else {"version": policy.version, "step": policy.step},
+            "in_flight": len(self._tasks),
+            "queued": len(self._queue),
+            "accepted": len(self._accepted),
+            "sealed_ahead": self._journal.sealed_ahead,
+            "draining": self._draining,
+            "trouble": self._starvation.reason,
+            "serving_unavailable": self._watch.unavailable,
+            "counts": self._journal.counts(),
+        }
+
+    # The loop ---------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the ledger has an outcome. Raises RolloutStalled, JournalError; tasks are ended
+        in every case."""
+        watching = asyncio.create_task(self._watch.run())
+        watching.add_done_callback(lambda _: self.wake())
+        try:
+            while self._ledger.outcome is None:
+                self._wake.clear()
+                if watching.done():
+                    watching.result()
+                self._starvation.check()
+                if self._draining is not None:
+                    self._end_drained()
+                elif self._journal.tip.step >= self._rules.total_steps:
+                    await self._finish()
+                    continue
+                else:
+                    self._advance()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                self._collect()
+        finally:
+            await _cancelled([watching, *self._tasks.values()])
+            self._tasks.clear()
+
+    def _collect(self) -> None:
+        """Take the ended tasks away. Raises what one of them raised."""
+        ended = [i for i, task in self._tasks.items() if task.done()]
+        for task in [self._tasks.pop(i) for i in ended]:
+            task.result()
+
+    def _advance(self) -> None:
+        policy = self._policy()
+        if policy is None:
+            self._enter("waiting_for_policy")
+            return
+        while self._seal_next(policy):
+            pass
+        planned = len(self._journal.plan)
+        room = schedule.wanted(self._rules, policy, planned) - len(self._accepted)
+        self._issue(room - len(self._tasks) - len(self._queue))
+        self._start(room)
+        self._enter("rollout" if self._tasks else "waiting_for_trainers")
+
+    def _policy(self) -> schedule.Policy | None:
+        served = self._watch.current
+        if served is None:
+            return None
+        return schedule.known_policy(
+            served.version, served.step, served.token, self._journal.tokens
+        )
+
+    def _seal_next(self, policy: schedule.Policy) -> bool:
+        """Seal the next batch if its groups are there; True when it was."""
+        planned = len(self._journal.plan)
+        if planned >= self._rules.total_steps:
+            return False
+        version = schedule.version_at(policy, planned)
+        waiting = [schedule.Waiting(i, g.min_version) for i, g in self._accepted.items()]
+        choice = schedule.choose(self._rules, waiting, version)
+        for group_id in choice.too_old:
+            age = version - self._accepted.pop(group_id).min_version
+            self._drop(group_id, f"too old: policy age {age}, at most {self._rules.max_age}")
+        if not choice.seal:
+            return False
+        batch = seal(
+            [self._accepted[i] for i in choice.seal],
+            version=version,
+            advantage_norm=self._settings.advantage_norm,
+            loss_norm=self._settings.loss_norm,
+        )
+        now = self._mono_s()
+        started = [self._started_mono_s.pop(i) for i in choice.seal if i in self._started_mono_s]
+        batch.meta["rollout/span_s"] = now - min(started, default=now)
+        self._journal.seal(batch, choice.seal)
+        for group_id in choice.seal:
+            del self._accepted[group_id]
+        self._starvation.sealed(bool(batch.arrays["advantages"].any()))
+        return True
+
+    # Prompts ----------------------------------------------------------------------------
+
+    def _issue(self, count: int) -> None:
+        """Draw prompts and make them pending, together with the source's position."""
+        if count <= 0 or self._exhausted:
+            return
+        prompts = list(self._source.next(count))
+        self._exhausted = len(prompts) < count
+        groups = [NewGroup(p.to_json(), f"{p.epoch}:{p.index}") for p in prompts]
+        state_dict = getattr(self._source, "state_dict", None)
+        if groups:
+            ids = self._journal.issue(groups, state_dict() if state_dict else None)
+            self._events.emit(Kind.ISSUE, groups=len(ids), first=ids[0], last=ids[-1])
+            for group_id, group in zip(ids, groups, strict=True):
+                self._queue.append(PromptGroup(group_id, group.key, group.prompt))
+        if self._exhausted and not (groups or self._queue or self._tasks):
+            raise RolloutStalled(
+                "the data source has no more prompts, and the steps that are left need some: "
+                "lower training.steps or give it more"
+            )
+
+    def _start(self, room: int) -> None:
+        """Start tasks for queued prompts, so that at most `room` are in flight."""
+        limit = min(room, self._settings.max_concurrent_groups)
+        while self._queue and len(self._tasks) < limit:
+            group = self._queue.popleft()
+            prompt = Prompt.from_json(group.prompt)
+            length = len(self._rollout.encode(prompt))
+            if length > self._settings.max_prompt_tokens:
+                most = self._settings.max_prompt_tokens
+                self._drop(group.group_id, f"prompt too long: {length} tokens, at most {most}")
+                continue
+            self._started_mono_s[group.group_id] = self._mono_s()
+            task = asyncio.create_task(self._roll_out(group.group_id, prompt))
+            task.add_done_callback(lambda _: self.wake())
+            self._tasks[group.group_id] = task
+
+    async def _roll_out(self, group_id: int, prompt: Prompt) -> None:
+        result = await self._rollout.run(f"group-{group_id}", prompt)
+        if isinstance(result, Dropped):
+            self._drop(group_id, result.reason)
+            return
+        self._journal.accept(
+            group_id,
+            result.arrays,
+            min_version=result.min_version,
+            max_version=result.max_version,
+        )
+        self._accepted[group_id] = AcceptedGroup(
+            group_id, result.arrays, result.min_version, result.max_version
+        )
+        self._starvation.accepted()
+        self._events.emit(Kind.ACCEPT, version=result.min_version, group=group_id)
+
+    def _drop(self, group_id: int, reason: str) -> None:
+        self._started_mono_s.pop(group_id, None)
+        self._journal.drop(group_id, reason)
+        self._starvation.dropped(reason)
+
+    # Ends -------------------------------------------------------------------------------
+
+    def _end_drained(self) -> None:
+        self._enter("draining")
+        if not self._tasks or self._mono_s() >= self._drain_until_mono_s:
+            self._ledger.set_outcome("drained", self._draining or "")
+
+    async def _finish(self) -> None:
+        """All steps are committed: evaluate the final policy, then end the run.
+
+        Returns early when the history was rewound meanwhile.
+        """
+        self._enter("waiting_for_final_policy")
+        policy = await self._final_policy()
+        if policy is None:
+            return
+        if self._settings.eval_prompts > 0:
+            self._enter("evaluation")
+            await self._evaluate(policy)
+        if self._complete():
+            self._ledger.set_outcome("done", f"all {self._rules.total_steps} steps are committed")
+
+    def _complete(self) -> bool:
+        return self._journal.tip.step >= self._rules.total_steps
+
+    async def _final_policy(self) -> ServedPolicy | None:
+        """The policy of the tip, once it is served; None when there is work again."""
+        limit_s = self._settings.final_policy_timeout_s
+        end = self._mono_s() + limit_s
+        while self._complete() and self._ledger.outcome is None and self._draining is None:
+            self._wake.clear()
+            tip, policy = self._journal.tip, self._watch.current
+            if policy is not None and (policy.step, policy.token) == (tip.step, tip.token):
+                return policy
+            if self._mono_s() >= end:
+                raise RolloutStalled(
+                    f"the policy of the last step ({tip.step}) was not served within {limit_s:g} s"
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+        return None
+
+    async def _evaluate(self, policy: ServedPolicy) -> None:
+        if not isinstance(self._source, HeldOutSource):
+            self._events.emit(Kind.WARN, cause="no evaluation: the data source has no held_out(n)")
+            return
+        prompts = self._source.held_out(self._settings.eval_prompts)
+        found = await evaluate(self._rollout, prompts, policy, self._settings.max_concurrent_groups)
+        text = json.dumps(found.to_json(), indent=1, allow_nan=False)
+        write_atomic(self._settings.eval_path, text.encode() + b"\n")
+        if found.reward is None:
+            first = next((a["failed"] for a in found.answers if "failed" in a), "no prompts")
+            self._events.emit(Kind.WARN, cause=f"evaluation without a reward: {first}")
+            return
+        self._events.emit(
+            Kind.EVAL,
+            step=policy.step,
+            version=policy.version,
+            reward=found.reward,
+            prompts=found.prompts,
+            failed=found.failed,
+        )
+
+    def _enter(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self._events.emit(Kind.PHASE, phase=phase, step=self._journal.tip.step)
+
+
+def _accepted(group: PromptGroup) -> AcceptedGroup:
+    assert group.min_version is not None and group.max_version is not None
+    return AcceptedGroup(group.group_id, group.samples, group.min_version, group.max_version)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

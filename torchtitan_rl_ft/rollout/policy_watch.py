@@ -1,0 +1,44 @@
+"""Follows the policy that serving serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchtitan_rl_ft.rollout.generation import (
+    Generator,
+    ServedPolicy,
+    ServingUnavailable,
+    pause,
+)
+
+POLL_S = 20.0
+
+
+class PolicyWatch:
+    """Long-polls serving; `current` is the newest policy that an engine was seen to serve."""
+
+    def __init__(self, generator: Generator, on_change: Callable[[], None]) -> None:
+        self._generator, self._on_change = generator, on_change
+        self.current: ServedPolicy | None = None
+        self.unavailable: str | None = None
+        """Why serving did not answer the last time."""
+
+    async def run(self) -> None:
+        """Never returns; cancel it."""
+        failures = 0
+        while True:
+            after = self.current.version if self.current is not None else -1
+            try:
+                found = await self._generator.policy(after, POLL_S)
+            except ServingUnavailable as e:
+                self.unavailable = str(e)
+                await pause(failures, longest_s=2.0)
+                failures += 1
+                continue
+            self.unavailable, failures = None, 0
+            if found is None:
+                # A serving that answers before its time must not be asked in a tight loop.
+                await pause(0)
+                continue
+            self.current = found
+            self._on_change()

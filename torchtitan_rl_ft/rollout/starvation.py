@@ -1,0 +1,103 @@
+"""Tells a pipeline that waits from one that gets nowhere, and says so within bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+
+FIRST_WARNING_S = 5.0
+DROPS_LIMIT_BATCHES = 10
+
+
+class RolloutStalled(Exception):
+    """No sample can be had; the message says why."""
+
+
+class Starvation:
+    """Counts what goes wrong in a row; warns at growing distances; `check` ends it.
+
+    Three ways to starve: serving does not answer, every prompt is dropped, every batch is without
+    a signal (all rewards of each group equal). The last only warns: a model that has learned all
+    there is looks the same.
+    """
+
+    def __init__(
+        self,
+        events: EventSink,
+        *,
+        unavailable_limit_s: float,
+        groups_per_step: int,
+        mono_s: Callable[[], float],
+    ) -> None:
+        self._events, self._mono_s = events, mono_s
+        self._limit_s = unavailable_limit_s
+        self._groups_per_step = groups_per_step
+        self._since: float | None = None
+        self._warn_after_s = FIRST_WARNING_S
+        self._reason = ""
+        self._drops = 0
+        self._flat_batches = 0
+        self._warned_flat_at = 1
+
+    # Serving ----------------------------------------------------------------------------
+
+    def unavailable(self, reason: str) -> None:
+        now = self._mono_s()
+        self._reason = reason
+        if self._since is None:
+            self._since, self._warn_after_s = now, FIRST_WARNING_S
+        waited_s = now - self._since
+        if waited_s >= self._warn_after_s:
+            self._warn_after_s = max(2 * self._warn_after_s, waited_s)
+            self._warn(f"no generation for {waited_s:.0f} s: {reason}")
+
+    def available(self) -> None:
+        self._since = None
+
+    # Prompts ----------------------------------------------------------------------------
+
+    def dropped(self, reason: str) -> None:
+        self._drops += 1
+        self._reason = reason
+        if self._drops == self._groups_per_step:
+            self._warn(f"{self._drops} prompt groups in a row were dropped, the last: {reason}")
+
+    def accepted(self) -> None:
+        self._drops = 0
+
+    # Batches ----------------------------------------------------------------------------
+
+    def sealed(self, signal: bool) -> None:
+        """`signal`: some advantage of the batch is not zero."""
+        if signal:
+            self._flat_batches, self._warned_flat_at = 0, 1
+            return
+        self._flat_batches += 1
+        if self._flat_batches == self._warned_flat_at:
+            self._warned_flat_at *= 10
+            self._warn(
+                f"{self._flat_batches} batch(es) in a row without a signal: all rewards of each "
+                "prompt group are equal or missing, so the step learns nothing"
+            )
+
+    # ------------------------------------------------------------------------------------
+
+    @property
+    def reason(self) -> str | None:
+        """What the pipeline suffers from now; None when it works."""
+        return self._reason if self._since is not None or self._drops else None
+
+    def check(self) -> None:
+        """Raises RolloutStalled past a limit."""
+        if self._since is not None and self._mono_s() - self._since > self._limit_s:
+            raise RolloutStalled(
+                f"serving gave no answer for {self._limit_s:g} s, the last error: {self._reason}"
+            )
+        if self._drops >= DROPS_LIMIT_BATCHES * self._groups_per_step:
+            raise RolloutStalled(
+                f"{self._drops} prompt groups in a row were dropped, the last: {self._reason}"
+            )
+
+    def _warn(self, cause: str) -> None:
+        self._events.emit(Kind.WARN, cause=cause)
