@@ -18,13 +18,12 @@ from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
 
-from torchtitan_rl_ft.config import overlay  # noqa: E402
+from torchtitan_rl_ft.config import overlay, registry  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
 from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder  # noqa: E402
 from torchtitan_rl_ft.trainer.addresses import RunNotUp  # noqa: E402
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager  # noqa: E402
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
-from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
 
 REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
@@ -63,7 +62,8 @@ def finished(config: RLFaultTolerantTrainer.Config, job: Resolved) -> RLFaultTol
         dump_folder=str(job.run_folder.path),
         hf_assets_path=assets,
         model_spec=build_model_spec(model.name, model.flavor, assets),
-        loss=PolicyLoss.Config(
+        loss=dataclasses.replace(
+            config.loss,
             kind=rl.loss,
             clip_ratio_low=rl.clip_ratio_low,
             clip_ratio_high=rl.clip_ratio_high,
@@ -93,7 +93,17 @@ def from_run() -> RLFaultTolerantTrainer.Config:
     folder = os.environ.get(RUN_ENV)
     if not folder:
         raise RunNotUp(f"{RUN_ENV} is not set: name the folder of the run to join")
-    return finished(base(), Resolved.read(folder))
+    job = Resolved.read(folder)
+    return finished(_beneath(job), job)
+
+
+def _beneath(job: Resolved) -> RLFaultTolerantTrainer.Config:
+    """What the registry function of the job returns. Ours are `base`: what they set over it is in
+    the job's values."""
+    section = job.sections.job
+    if section.module == registry.OWN_MODULE:
+        return base()
+    return registry.call(section.module, section.config)
 
 
 def _shipped(name: str) -> RLFaultTolerantTrainer.Config:

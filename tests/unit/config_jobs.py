@@ -24,3 +24,28 @@ def write(folder: Path, text: str, name: str = "job.toml") -> str:
 def job(folder: Path, text: str = "", *argv: str, **kwargs: Any) -> Resolved:
     """The job of a file that holds `text`, on top of our own `base`."""
     return resolve(["--job.config_file", write(folder, text), *argv], **kwargs)
+
+
+GOOD = """
+[training]
+steps = 100
+seq_len = 32
+local_batch_size = 64
+
+[activation_checkpoint]
+mode = "none"
+
+[fault_tolerance]
+enable = true
+replica_groups = 2
+
+[rl]
+groups_per_step = 16
+samples_per_prompt = 8
+
+[rollout]
+engines = 2
+max_prompt_tokens = 16
+max_response_tokens = 8
+"""
+"""A job that breaks no rule and is not suspicious."""

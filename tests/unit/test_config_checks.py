@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from config_jobs import job
+from config_jobs import GOOD, job
 
 from torchtitan_rl_ft.config.checks import Report, check
 from torchtitan_rl_ft.config.resolve import resolve
@@ -24,12 +25,17 @@ def machine(*absent: str) -> Machine:
 
 MACHINE = machine()
 FT = "fault_tolerance"
+Reporter = Callable[..., Report]
 
 
-def report(
-    *argv: str, file: str = "rl_ft.toml", on: Machine = MACHINE, starting: bool = False
-) -> Report:
-    return check(resolve(["--job.config_file", file, *argv]), on, starting=starting)
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[..., Report]:
+    """Check the good job with arguments on top."""
+
+    def report(*argv: str, on: Machine = MACHINE, starting: bool = False) -> Report:
+        return check(job(tmp_path, GOOD, *argv), on, starting=starting)
+
+    return report
 
 
 def words(text: str) -> list[str]:
@@ -138,6 +144,15 @@ BROKEN = [
     ("--rollout.top_p 0", ["rollout.top_p"]),
     ("--rollout.top_k 0", ["rollout.top_k"]),
     # recovery
+    (
+        "--recovery.exit_on_missing_checkpoint",
+        ["recovery.exit_on_missing_checkpoint", "recovery.auto_continue_train = False"],
+    ),
+    ("--recovery.max_numeric_refusals 0", ["recovery.max_numeric_refusals"]),
+]
+
+
+NOT_RESUMABLE = [
     ("--checkpoint.no-enable", ["checkpoint.enable = False", "rollout.journal = True"]),
     ("--checkpoint.load_only", ["checkpoint.load_only = True", "rollout.journal = True"]),
     (
@@ -149,23 +164,38 @@ BROKEN = [
         ["rollout.save_debug_rollout_data", "rollout_id"],
     ),
     (
-        "--recovery.exit_on_missing_checkpoint",
-        ["recovery.exit_on_missing_checkpoint", "recovery.auto_continue_train = False"],
+        "--rollout.load_debug_rollout_data dump.pt",
+        ["rollout.load_debug_rollout_data", "rollout_id"],
     ),
-    ("--recovery.max_numeric_refusals 0", ["recovery.max_numeric_refusals"]),
+    (
+        "--checkpoint.exclude_from_loading lr_scheduler,train_state",
+        ["'lr_scheduler'", "checkpoint.exclude_from_loading", "rollout.journal"],
+    ),
 ]
 
 
-def test_the_shipped_job_breaks_no_rule() -> None:
+def test_the_good_job_breaks_no_rule(report: Reporter) -> None:
     assert report() == Report([], [])
 
 
+@pytest.mark.scenario("F-1")
 @pytest.mark.parametrize(("argv", "parts"), BROKEN, ids=[case[0] for case in BROKEN])
-def test_a_broken_rule_names_its_keys(argv: str, parts: list[str]) -> None:
+def test_a_broken_rule_names_its_keys(report: Reporter, argv: str, parts: list[str]) -> None:
     problems = report(*words(argv)).problems
     assert any(all(part in problem for part in parts) for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
     assert len(problems) == 1, problems
+
+
+@pytest.mark.row("A5")
+@pytest.mark.parametrize(("argv", "parts"), NOT_RESUMABLE, ids=[c[0] for c in NOT_RESUMABLE])
+def test_a_journal_needs_checkpoints_to_go_on_with(
+    report: Reporter, argv: str, parts: list[str]
+) -> None:
+    problems = report(*words(argv)).problems
+    assert any(all(part in problem for part in parts) for problem in problems), problems
+    if "checkpoint" in argv:
+        assert report(*words(argv), "--rollout.no-journal").problems == []
 
 
 SEMI_SYNC = [
@@ -212,13 +242,13 @@ SEMI_SYNC = [
 @pytest.mark.scenario("F-1")
 @pytest.mark.row("G10")
 @pytest.mark.parametrize(("argv", "parts"), SEMI_SYNC, ids=[case[0] for case in SEMI_SYNC])
-def test_semi_sync_settings_are_checked(argv: str, parts: list[str]) -> None:
+def test_semi_sync_settings_are_checked(report: Reporter, argv: str, parts: list[str]) -> None:
     problems = report(*words(argv)).problems
     assert any(all(part in problem for part in parts) for problem in problems), problems
 
 
 @pytest.mark.scenario("Q-2")
-def test_mismatched_minimums_are_refused_with_one_group() -> None:
+def test_mismatched_minimums_are_refused_with_one_group(report: Reporter) -> None:
     found = report(
         *words("--fault_tolerance.replica_groups 1 --fault_tolerance.min_replica_size 2")
     )
@@ -244,7 +274,7 @@ def test_torchft_that_is_missing_is_named(tmp_path: Path, by_file: bool) -> None
     "key", ["health_check_interval", "health_check_timeout", "cleanup_timeout"]
 )
 @pytest.mark.parametrize("value", ["0", "-1"])
-def test_health_times_must_be_positive(key: str, value: str) -> None:
+def test_health_times_must_be_positive(report: Reporter, key: str, value: str) -> None:
     found = report(f"--rollout.{key}", value)
     assert found.problems == [
         f"rollout.{key} must be positive: rollout.{key} = {float(value)} (command line)"
@@ -252,7 +282,7 @@ def test_health_times_must_be_positive(key: str, value: str) -> None:
 
 
 @pytest.mark.row("A2")
-def test_the_first_wait_may_be_zero_but_not_negative() -> None:
+def test_the_first_wait_may_be_zero_but_not_negative(report: Reporter) -> None:
     assert report("--rollout.health_check_first_wait", "0").problems == []
     assert len(report("--rollout.health_check_first_wait", "-1").problems) == 1
 
@@ -273,18 +303,19 @@ SUSPICIOUS = [
 
 
 @pytest.mark.parametrize(("argv", "key"), SUSPICIOUS, ids=[case[0] for case in SUSPICIOUS])
-def test_suspicious_values_warn(argv: str, key: str) -> None:
+def test_suspicious_values_warn(report: Reporter, argv: str, key: str) -> None:
     found = report(*words(argv))
     assert found.problems == []
     assert any(key in warning for warning in found.warnings), found.warnings
 
 
-def test_a_missing_model_directory_warns_until_the_job_starts() -> None:
+def test_a_missing_model_directory_warns_until_the_job_starts(report: Reporter) -> None:
     nowhere = machine("./assets/hf/Qwen3-8B")
-    found = report(file="qwen3_8b_math.toml", on=nowhere)
+    resolved = resolve(["--job.config_file", "qwen3_8b_math.toml"])
+    found = check(resolved, nowhere)
     assert found.problems == []
     assert any("model.hf_assets_path" in warning for warning in found.warnings)
-    (problem,) = report(file="qwen3_8b_math.toml", on=nowhere, starting=True).problems
+    (problem,) = check(resolved, nowhere, starting=True).problems
     assert "the model directory does not exist: model.hf_assets_path" in problem
 
 
@@ -297,7 +328,7 @@ def test_a_missing_model_directory_warns_until_the_job_starts() -> None:
     ],
 )
 def test_an_incomplete_model_directory_is_refused(
-    absent: list[str], message: str, starting: bool
+    report: Reporter, absent: list[str], message: str, starting: bool
 ) -> None:
     on = machine(*(f"/models/a/{name}" for name in absent))
     argv = ["--model.flavor", "hf", "--model.hf_assets_path", "/models/a"]
@@ -305,7 +336,7 @@ def test_an_incomplete_model_directory_is_refused(
     assert message in problem and "model.hf_assets_path = '/models/a'" in problem
 
 
-def test_a_missing_interpreter_is_refused() -> None:
+def test_a_missing_interpreter_is_refused(report: Reporter) -> None:
     argv = ["--rollout.engine_python", "python9"]
     (problem,) = report(*argv, on=machine("python9")).problems
     assert "there is no such interpreter: rollout.engine_python = 'python9'" in problem
@@ -319,7 +350,7 @@ def test_a_missing_interpreter_is_refused() -> None:
         ["--otel.endpoint", "https://user:hunter2@collector:4318"],
     ],
 )
-def test_secrets_are_refused_and_not_repeated(argv: list[str]) -> None:
+def test_secrets_are_refused_and_not_repeated(report: Reporter, argv: list[str]) -> None:
     (problem,) = report(*argv).problems
     assert "no secret belongs into a configuration" in problem
     assert "hunter2" not in problem
@@ -333,6 +364,6 @@ def test_a_job_without_fault_tolerance_has_one_group_and_no_timeout_rule(tmp_pat
 @pytest.mark.parametrize(
     "name", [f.name for f in files("torchtitan_rl_ft").joinpath("configs").iterdir()]
 )
-def test_every_shipped_file_passes(name: str) -> None:
+def test_every_shipped_file_passes(report: Reporter, name: str) -> None:
     assert name.endswith(".toml")
-    assert report(file=name).problems == []
+    assert check(resolve(["--job.config_file", name]), MACHINE).problems == []

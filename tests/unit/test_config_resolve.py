@@ -11,7 +11,8 @@ from config_jobs import Values, job, no_registry, write
 from torchtitan_rl_ft.config.command_line import Override
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.models.tiny import make_tiny_model
+from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder
 
 
 def registry(module: str, function: str) -> Values:
@@ -57,12 +58,34 @@ def test_an_unknown_registry_function_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_the_functions_of_another_module_are_called_in_a_child(tmp_path: Path) -> None:
+def test_the_functions_of_another_module_are_called_in_a_child() -> None:
     with pytest.raises(ConfigError, match="job.module = 'no_such_module'.*no_such_module"):
         resolve(["--module", "no_such_module", "--config", "f"])
-    found = resolve(["--module", "llama3", "--config", "llama3_debugmodel"])
-    assert found.origins["training.seq_len"] in ("default", "registry llama3:llama3_debugmodel")
-    assert found.get("activation_checkpoint.mode") == "selective"
+    with pytest.raises(ConfigError, match="Config function 'llama3_debug' not found"):
+        resolve(["--module", "llama3", "--config", "llama3_debug"])
+
+
+@pytest.mark.timeout(120)
+def test_a_registry_of_ones_own_reaches_every_role_and_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child's values are those of the roles; the trainer calls the function itself."""
+    tests = Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(tests / "fakes"))
+    monkeypatch.syspath_prepend(tests / "fakes")
+    argv = ["--module", "custom_registry", "--config", "gentle", "--training.steps", "3"]
+    found = resolve([*argv, "--dump_folder", str(tmp_path)])
+    assert found.origins["rl.kl_coef"] == "registry custom_registry:gentle"
+    assert found.sections.rl.kl_coef == 0.125
+    assert found.get("training.max_norm") == 0.25
+    found.write()
+    make_tiny_model(found.run_folder.model, 0)
+    monkeypatch.setenv(RUN_ENV, str(tmp_path))
+    from torchtitan_rl_ft.config_registry import from_run
+
+    config = from_run()
+    assert (config.training.max_norm, config.training.steps) == (0.25, 3)
+    assert config.rl.kl_coef == config.loss.kl_coef == 0.125
 
 
 @pytest.mark.row("A2")

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_rl_ft.config.errors import ConfigError
-from torchtitan_rl_ft.config.toml_file import key_lines, parse_toml, read_toml, shipped
+from torchtitan_rl_ft.config.file_values import file_values
+from torchtitan_rl_ft.config.schema import load_schema
+from torchtitan_rl_ft.config.toml_file import (
+    TomlFile,
+    key_lines,
+    parse_toml,
+    read_toml,
+    shipped,
+)
 
 DOCUMENT = '''\
 # a comment with [brackets] and "quotes"
@@ -132,3 +140,42 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path) -> None:
         path.touch(mode=0o000)
         with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
             read_toml(str(path))
+
+
+_WORD = st.one_of(
+    st.sampled_from(sorted(load_schema().sections)),
+    st.sampled_from([key.name for key in load_schema().all_keys()]),
+    st.text(max_size=5),
+)
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _WORD),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3), st.dictionaries(_WORD, inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+def test_no_document_breaks_the_reader(data: object) -> None:
+    """Whatever a file holds, its values are of the right types or it is a ConfigError."""
+    document = data if isinstance(data, dict) else {"rl": data}
+    try:
+        values = file_values(TomlFile("job.toml", document, {}))
+    except ConfigError as e:
+        assert e.problems and all(p.startswith("job.toml: ") for p in e.problems)
+        return
+    for section, keys in values.items():
+        for key, value in keys.items():
+            kind = load_schema().find(f"{section}.{key}").type
+            assert kind.accept(value) == value
+
+
+@given(st.binary(max_size=40))
+def test_no_bytes_break_the_reader(content: bytes) -> None:
+    try:
+        parse_toml("job.toml", content)
+    except ConfigError as e:
+        (problem,) = e.problems
+        assert problem.startswith("job.toml:")

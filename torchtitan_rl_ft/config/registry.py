@@ -9,7 +9,7 @@ functions are `base` under a shipped file. Functions of other modules are called
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from torchtitan_rl_ft.config.errors import ConfigError, near_miss
 from torchtitan_rl_ft.config.file_values import Values, file_values
 from torchtitan_rl_ft.config.schema import load_schema
 from torchtitan_rl_ft.config.toml_file import read_toml, shipped
+from torchtitan_rl_ft.exit_codes import ExitCode
 
 OWN_MODULE = "torchtitan_rl_ft"
 BASE = "base"
@@ -62,14 +63,19 @@ def _from_child(module: str, function: str) -> Values:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"job.module = {module!r}, job.config = {function!r}: the registry function did not "
-            f"return within {CHILD_TIMEOUT_S:g} s"
+            f"{_named(module, function)}: no answer from the function within {CHILD_TIMEOUT_S:g} s"
         ) from None
     lines = done.stdout.splitlines()
-    if done.returncode != 0 or not lines:
-        cause = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise ConfigError(f"job.module = {module!r}, job.config = {function!r}: {cause}")
-    return json.loads(lines[-1])
+    if done.returncode == ExitCode.DONE and lines:
+        return json.loads(lines[-1])
+    cause = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    if done.returncode == ExitCode.CONFIG:
+        raise ConfigError(cause)
+    raise ConfigError(f"{_named(module, function)}: {cause}")
+
+
+def _named(module: str, function: str) -> str:
+    return f"job.module = {module!r}, job.config = {function!r}"
 
 
 # From here on torch is imported -------------------------------------------------------------
@@ -85,19 +91,32 @@ def call(module: str, function: str) -> Any:
     torchtitan_cpu.install()
     from torchtitan.config.manager import ConfigManager
 
+    _import(module)
     try:
-        if importlib.util.find_spec(module) is not None:
-            # TorchTitan's lookup takes any import error for "no such module"; show the real one.
-            importlib.import_module(
-                f"{module}.config_registry"
-                if importlib.util.find_spec(f"{module}.config_registry")
-                else module
-            )
         # TorchTitan's own lookup of --module and --config, so that both entry points agree.
         config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
     except (ImportError, ValueError) as e:
-        raise ConfigError(f"job.module = {module!r}, job.config = {function!r}: {e}") from None
+        raise ConfigError(f"{_named(module, function)}: {e}") from None
+    if not dataclasses.is_dataclass(config):
+        raise ConfigError(f"{_named(module, function)}: returns {type(config).__name__}, no config")
     return config
+
+
+def _import(module: str) -> None:
+    """TorchTitan's lookup takes any import error for "no such module": show the real one.
+
+    Raises ConfigError.
+    """
+    for candidate in (f"{module}.config_registry", module):
+        try:
+            importlib.import_module(candidate)
+            return
+        except ModuleNotFoundError as e:
+            missing = e.name or ""
+            if candidate != missing and not candidate.startswith(f"{missing}."):
+                raise ConfigError(f"job.module = {module!r}: importing {candidate}: {e}") from e
+        except ImportError as e:
+            raise ConfigError(f"job.module = {module!r}: importing {candidate}: {e}") from e
 
 
 def values_of(config: Any) -> Values:
@@ -125,17 +144,14 @@ def main(argv: list[str]) -> int:
             config = call(*argv)
         except ConfigError as e:
             print(e, file=sys.stderr)
-            return 2
-        if not dataclasses.is_dataclass(config):
-            print(f"the function returns {type(config).__name__}, no config", file=sys.stderr)
-            return 2
+            return ExitCode.CONFIG
         print(json.dumps(values_of(config)))
-        return 0
+        return ExitCode.DONE
     target = Path(__file__).with_name(SNAPSHOT)
     values = values_of(call(OWN_MODULE, BASE))
     target.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n")
     print(f"wrote {target}")
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
