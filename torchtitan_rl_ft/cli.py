@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(command=_check)
 
     helping = commands.add_parser("help", help="explain the keys of a section")
-    helping.add_argument("section", metavar="SECTION")
+    helping.add_argument("section", nargs="?", metavar="SECTION")
     helping.set_defaults(command=_help)
     return parser
 
@@ -140,6 +140,11 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
 
 def _help(args: argparse.Namespace, overrides: list[Override]) -> int:
     sections = load_schema().sections
+    if args.section is None:
+        for name, each in sections.items():
+            keys = ", ".join(each.keys)
+            print(textwrap.fill(f"[{name}] {keys}", 96, subsequent_indent="    "))
+        return ExitCode.DONE
     section = sections.get(args.section.strip("[]").replace("-", "_"))
     if section is None:
         raise ConfigError(f"unknown section [{args.section}]{near_miss(args.section, sections)}")

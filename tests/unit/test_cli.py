@@ -121,6 +121,8 @@ def test_help_of_a_section(tmp_path: Path) -> None:
     done = command("help", "rl", cwd=tmp_path)
     assert done.returncode == 0
     assert "rl.max_policy_age = 0  (int)" in done.stdout
+    done = command("help", cwd=tmp_path)
+    assert "[rl] mode, start_fraction, max_policy_age" in done.stdout
 
 
 def test_the_quick_check_shows_values_with_their_origins(tmp_path: Path) -> None:
