@@ -16,8 +16,6 @@ import pytest
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventList
 
-KILLS = int(os.environ.get("SOAK_KILLS", "50"))
-
 # Says on stdout what is durable, after each call returned: the reader must find at least that.
 WRITER = textwrap.dedent(
     """
@@ -65,15 +63,26 @@ WRITER = textwrap.dedent(
 @pytest.mark.row("E10")
 @pytest.mark.timeout(180)
 def test_kill_at_random_points(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    folder = tmp_path / "journal"
+    kill_and_check(tmp_path / "journal", kills=50, seed=0)
+
+
+@pytest.mark.soak
+@pytest.mark.row("E8")
+@pytest.mark.timeout(900)
+def test_kill_at_many_random_points(tmp_path: Path) -> None:
+    for seed in range(1, 5):
+        kill_and_check(tmp_path / f"journal-{seed}", kills=50, seed=seed)
+
+
+def kill_and_check(folder: Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
     largest: dict[str, int] = {}
-    for _ in range(KILLS):
+    for _ in range(kills):
         said = run_and_kill(folder, after_lines=rng.randint(1, 40), delay_s=rng.random() * 0.003)
         for word, number in said:
             largest[word] = max(largest.get(word, 0), number)
         check(folder, largest)
-    assert largest["committed"] > KILLS / 4  # it was killed at work, not at its start
+    assert largest["committed"] > kills / 4  # it was killed at work, not at its start
 
 
 def run_and_kill(folder: Path, after_lines: int, delay_s: float) -> list[tuple[str, int]]:

@@ -122,7 +122,7 @@ def test_all_is_there_after_reopening(tmp_path: Path) -> None:
     with reopen(tmp_path) as journal:
         assert (journal.plan, journal.tip, journal.counts(), journal.batch_bytes(2)) == before
         assert journal.cursor() == {"at": 6} and journal.published() == (3, journal.tip)
-        assert journal.checkpoints() == [CheckpointRef(1, journal.tip.token, "step-1")]
+        assert list(journal.checkpoints) == [CheckpointRef(1, journal.tip.token, "step-1")]
         assert journal.owner == owner + 1
         assert journal.audit().ok
 

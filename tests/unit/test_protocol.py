@@ -326,7 +326,7 @@ def refuse(before: Refusals, uuid: str = "a", members: str = "ab", numeric: bool
 
 @pytest.mark.scenario("N-1")
 def test_numeric_refusals_are_counted_per_attempt_not_per_group() -> None:
-    counts = Refusals()
+    counts, reason = Refusals(), ""
     for attempt in range(3):
         for uuid in "ab":
             counts, action, reason = refuse(counts, uuid)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -424,6 +425,19 @@ def folder() -> Iterator[Path]:
 @pytest.mark.scenario("L-1")
 @pytest.mark.parametrize("seed", range(100))
 def test_history_is_each_batch_once(seed: int, folder: Path) -> None:
+    survive(seed, folder)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_history_is_each_batch_once_for_many_seeds(folder: Path) -> None:
+    for seed in range(100, 4000):
+        survive(seed, folder / str(seed))
+        shutil.rmtree(folder / str(seed))
+
+
+def survive(seed: int, folder: Path) -> None:
+    """One run: faults, then calm until the target; then prove the accounts."""
     rng = random.Random(seed)
     world = World(folder, rng, n_groups=rng.randint(1, 4))
     for _ in range(FAULTY_ROUNDS):

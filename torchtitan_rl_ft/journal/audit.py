@@ -83,14 +83,13 @@ def audit_rows(rows: Rows) -> Audit:
 
 def _history(rows: Rows, found: Audit) -> None:
     token = GENESIS
-    for row in rows(
+    for *row, adopted, prev_token, digest, sealed_digest, state in rows(
         "SELECT c.step, c.batch_id, c.token, c.participants, b.samples, b.tokens, c.reporter,"
         " c.adopted, c.prev_token, c.digest, b.digest, b.state FROM commits c"
         " LEFT JOIN batches b ON b.id = c.batch_id WHERE c.superseded_by IS NULL"
         " ORDER BY c.step, c.id"
     ):
-        commit = HistoryRow(*row[:7], bool(row[7]))
-        prev_token, digest, sealed_digest, state = row[8:]
+        commit = HistoryRow(*row, adopted=bool(adopted))
         where = f"commit of step {commit.step}"
         if commit.step != len(found.history) + 1:
             found.problems.append(f"{where}: step {len(found.history) + 1} was to come")

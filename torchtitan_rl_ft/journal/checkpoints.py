@@ -45,6 +45,22 @@ def flaw(path: Path, step: int, token: str) -> str | None:
     return None
 
 
+def finder(folder: Path) -> Callable[[], list[CheckpointRef]]:
+    """Lists the checkpoints in `folder` that have a marker, complete or not."""
+
+    def find() -> list[CheckpointRef]:
+        found = []
+        for marker in sorted(folder.glob(f"*/{MARKER}")):
+            try:
+                told = json.loads(marker.read_bytes())
+                found.append(CheckpointRef(told["step"], told["token"], str(marker.parent)))
+            except (OSError, ValueError, KeyError, TypeError):
+                continue  # `flaw` names it when it is asked for by the journal
+        return found
+
+    return find
+
+
 def checker(run: Path) -> Callable[[CheckpointRef], str | None]:
     """Says why a checkpoint cannot be loaded, or None. Relative paths are in the run folder."""
     return lambda checkpoint: flaw(run / checkpoint.path, checkpoint.step, checkpoint.token)

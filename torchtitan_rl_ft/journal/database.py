@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,9 @@ CREATE TABLE checkpoints (
 );
 
 CREATE TABLE published (
-    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, step INTEGER NOT NULL,
-    token TEXT NOT NULL, era INTEGER NOT NULL, published_wall_s REAL NOT NULL
-);
+    version INTEGER NOT NULL, step INTEGER NOT NULL, token TEXT NOT NULL,
+    published_wall_s REAL NOT NULL, PRIMARY KEY (version, step, token)
+) WITHOUT ROWID;
 
 CREATE TABLE duties (
     kind TEXT NOT NULL, step INTEGER NOT NULL, token TEXT NOT NULL, era INTEGER NOT NULL,
@@ -204,7 +204,7 @@ class Database:
         return owner
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self) -> Generator[sqlite3.Connection]:
         """One durable transaction: on return it is on disk; on any exception nothing changed.
 
         Raises JournalFenced, JournalWriteError, JournalCorrupt.
@@ -246,7 +246,7 @@ class Database:
             self._db.close()
 
     @contextlib.contextmanager
-    def _errors(self, doing: str) -> Iterator[None]:
+    def _errors(self, doing: str) -> Generator[None]:
         try:
             yield
         except sqlite3.IntegrityError:

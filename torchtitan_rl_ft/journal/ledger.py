@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchtitan_rl_ft.journal import protocol
 from torchtitan_rl_ft.journal.members import LIVE_TTL_S, Members, process_gone
@@ -39,6 +39,13 @@ LEASE_S = 60.0
 OFFER_AGAIN_S = 5.0  # a duty that was offered cuts the same member's long poll no sooner
 RECHECK_S = 0.5  # how soon a long poll notices that a duty's holder has died
 
+DutyKey = tuple[str, State, int]  # kind, state, era
+
+
+class Lease(NamedTuple):
+    holder: str
+    until_mono_s: float
+
 
 class Ledger:
     """Authority on the run's history. See `protocol.py` for the rules."""
@@ -50,6 +57,7 @@ class Ledger:
         events: EventSink,
         metrics_path: Path,
         why_incomplete: Callable[[CheckpointRef], str | None],
+        find_checkpoints: Callable[[], Sequence[CheckpointRef]] = tuple,
         max_numeric_refusals: int = 3,
         at_numeric_limit: Literal["drop", "stop"] = "stop",
         lease_s: float = LEASE_S,
@@ -57,10 +65,11 @@ class Ledger:
         mono_s: Callable[[], float] = time.monotonic,
         gone: Callable[[Member], bool] = process_gone,
     ) -> None:
-        """`why_incomplete` says why a checkpoint cannot be loaded (see checkpoints.py)."""
+        """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which ones
+        have a marker (see checkpoints.py)."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
-        self._why_incomplete = why_incomplete
+        self._why_incomplete, self._find_checkpoints = why_incomplete, find_checkpoints
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
         self._lease_s = lease_s
@@ -68,7 +77,7 @@ class Ledger:
         self._metrics = StepMetrics(metrics_path, journal)
         self._metrics.flush()
         self._opened_mono_s = mono_s()
-        self._leases: dict[tuple[str, State, int], float] = {}
+        self._leases: dict[DutyKey, Lease] = {}
         self._offered: dict[tuple[str, State], float] = {}
         self._refusals = Refusals()
         self._answered: dict[str, tuple[str, str]] = {}  # uuid -> (attempt, action)
@@ -120,7 +129,7 @@ class Ledger:
             tokens=self.journal.tokens,
             plan=self.journal.plan,
             members=self._members.views(),
-            checkpoints=self.journal.checkpoints(),
+            checkpoints=self.journal.checkpoints,
             why_incomplete=self._why_incomplete,
             freed_through=self.journal.freed_through,
             known_history=self.journal.known_history,
@@ -131,10 +140,21 @@ class Ledger:
 
     def attach(self, member: Member) -> AttachAnswer:
         """A new process asks what to load."""
+        self._find_unreported()
         self.journal.forget_members(self._members.forget_dead())
         self.journal.add_member(member)
         self._members.holds(member, State(0, GENESIS), "starting")
         return protocol.decide_attach(self.view(), member.uuid)
+
+    def _find_unreported(self) -> None:
+        """Take note of complete checkpoints whose notice was lost: their marker is the commit,
+        the notice is not."""
+        known = set(self.journal.checkpoints)
+        for checkpoint in self._find_checkpoints():
+            on_chain = self.view().on_chain(State(checkpoint.step, checkpoint.token))
+            if on_chain and checkpoint not in known:
+                self.journal.add_checkpoint(checkpoint)
+        self._free_covered()
 
     def next_now(self, step: int, uuid: str, token: str = "") -> dict[str, Any] | None:
         """The answer to `next` if there is one yet."""
@@ -171,7 +191,8 @@ class Ledger:
             await self.changed(min(left, RECHECK_S))
 
     def _step_of(self, batch: BatchRef) -> int:
-        return next(s for s in reversed(self.journal.plan) if self.journal.plan[s] == batch)
+        plan = self.journal.plan
+        return next(step for step in range(len(plan), 0, -1) if plan[step] == batch)
 
     def _offers(self, step: int, uuid: str) -> list[str]:
         state = self.journal.tip
@@ -254,7 +275,9 @@ class Ledger:
             key = self._key(kind, state)
             if known is None or known.holder != member.uuid:
                 self.journal.grant_duty(kind, state, key[2], member.uuid)
-            self._leases[key] = self._mono_s() + self._lease_s
+            now = self._mono_s()
+            self._leases = {k: v for k, v in self._leases.items() if v.until_mono_s > now}
+            self._leases[key] = Lease(member.uuid, now + self._lease_s)
         return granted, reason
 
     def duty_done(self, member: Member, kind: str, state: State, result: dict[str, Any]) -> None:
@@ -285,11 +308,10 @@ class Ledger:
         if member.uuid not in self._members:
             self.journal.add_member(member)
         self._members.beats(member, state, phase)
-        now = self._mono_s()
-        for key in self._leases:
-            duty = self.journal.duty(*key)
-            if duty is not None and duty[0] == member.uuid:
-                self._leases[key] = now + self._lease_s
+        until = self._mono_s() + self._lease_s
+        for key, lease in self._leases.items():
+            if lease.holder == member.uuid:
+                self._leases[key] = Lease(member.uuid, until)
 
     def refused(
         self, member: Member, batch_id: int, cause: str, *, numeric: bool, attempt: str
@@ -351,6 +373,7 @@ class Ledger:
         if row is None:
             return None
         holder, done = row
+        lease = self._leases.get(key)
         # A holder known from an earlier life of the ledger gets one whole lease.
-        until = self._leases.setdefault(key, self._opened_mono_s + self._lease_s)
+        until = lease.until_mono_s if lease else self._opened_mono_s + self._lease_s
         return DutyView(holder, self._members.alive(holder), until - self._mono_s(), done)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from torchtitan_rl_ft.journal.database import Database
 from torchtitan_rl_ft.journal.protocol import CheckpointRef, State
 from torchtitan_rl_ft.journal.records import Member
 from torchtitan_rl_ft.journal.tables import Tables
-from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.observability.events import EventSink, Kind
 
 
 class Registry(Tables):
     """Rows about states of the history. Whether a state is on the living chain is not judged
     here."""
+
+    def __init__(self, db: Database, events: EventSink, wall_s: Callable[[], float]) -> None:
+        super().__init__(db, events, wall_s)
+        self._checkpoints = self._load_checkpoints()
 
     # Checkpoints and published policies --------------------------------------------------
 
@@ -25,6 +30,7 @@ class Registry(Tables):
                 (checkpoint.step, checkpoint.token, checkpoint.path, self._wall_s()),
             ).rowcount
         if added:
+            self._checkpoints = self._load_checkpoints()
             self._events.emit(
                 Kind.CHECKPOINT,
                 step=checkpoint.step,
@@ -33,30 +39,36 @@ class Registry(Tables):
             )
         self._changed()
 
-    def checkpoints(self) -> list[CheckpointRef]:
-        """All that were ever durable, the newest first; whether one still is, its files say."""
+    @property
+    def checkpoints(self) -> Sequence[CheckpointRef]:
+        """All that were ever durable, the newest first; whether one still is, its files say.
+        Do not change it."""
+        return self._checkpoints
+
+    def _load_checkpoints(self) -> list[CheckpointRef]:
         rows = self._db.all("SELECT step, token, path FROM checkpoints ORDER BY step DESC, id DESC")
         return [CheckpointRef(*row) for row in rows]
 
     def add_published(self, version: int, state: State) -> None:
+        """A policy version was announced; telling it again changes nothing."""
         with self._db.write() as db:
-            db.execute(
-                "INSERT INTO published (version, step, token, era, published_wall_s)"
-                " VALUES (?, ?, ?, (SELECT count(*) FROM rewinds), ?)",
+            added = db.execute(
+                "INSERT OR IGNORE INTO published VALUES (?, ?, ?, ?)",
                 (version, state.step, state.token, self._wall_s()),
-            )
-        self._events.emit(Kind.PUBLISH, step=state.step, version=version, token=state.token)
+            ).rowcount
+        if added:
+            self._events.emit(Kind.PUBLISH, step=state.step, version=version, token=state.token)
         self._changed()
 
     def published(self) -> tuple[int, State] | None:
-        """The last announced policy: (version, state)."""
-        row = self._db.one("SELECT version, step, token FROM published ORDER BY id DESC LIMIT 1")
+        """The newest announced policy: (version, state)."""
+        row = self._db.one("SELECT version, step, token FROM published ORDER BY version DESC")
         return None if row is None else (row[0], State(row[1], row[2]))
 
     def version_of(self, state: State) -> int | None:
         """The newest version that was published from `state`."""
         row = self._db.one(
-            "SELECT version FROM published WHERE step = ? AND token = ? ORDER BY id DESC LIMIT 1",
+            "SELECT max(version) FROM published WHERE step = ? AND token = ?",
             state.step,
             state.token,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
 from aiohttp import web
@@ -50,14 +51,16 @@ class _Service:
                 body = await request.json()
             except ValueError as e:
                 raise RequestError(400, f"the body is not JSON: {e}") from e
-            return web.json_response(self._guarded(lambda: answer(body)))
+            with self._errors():
+                return web.json_response(answer(body))
 
         return handle
 
-    def _guarded(self, answer: Callable[[], Any]) -> Any:
-        """Run one request; a journal that cannot be written ends the run by name."""
+    @contextlib.contextmanager
+    def _errors(self) -> Generator[None]:
+        """Answer errors by name; a journal that cannot be used ends the run."""
         try:
-            return answer()
+            yield
         except (KeyError, TypeError, ValueError) as e:
             raise RequestError(400, f"bad request: {type(e).__name__}: {e}") from e
         except JournalStateError as e:
@@ -74,15 +77,18 @@ class _Service:
             raise RequestError(400, f"bad request: {type(e).__name__}: {e}") from e
         uuid = request.query.get("uuid", "")
         token = request.query.get("token", "")
-        return web.json_response(await self._ledger.next(step, uuid, timeout_s, token))
+        with self._errors():
+            return web.json_response(await self._ledger.next(step, uuid, timeout_s, token))
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self._guarded(self._ledger.status))
+        with self._errors():
+            return web.json_response(self._ledger.status())
 
     async def batch(self, request: web.Request) -> web.StreamResponse:
         batch_id = int(request.match_info["batch_id"])
-        data = self._guarded(lambda: self._ledger.journal.batch_bytes(batch_id))
-        return web.Response(body=data, content_type="application/octet-stream")
+        with self._errors():
+            data = self._ledger.journal.batch_bytes(batch_id)
+            return web.Response(body=data, content_type="application/octet-stream")
 
     def attach(self, body: Answer) -> Answer:
         answer = self._ledger.attach(_member(body))

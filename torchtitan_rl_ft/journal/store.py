@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,22 +127,8 @@ class Journal(History):
         """Record prompts as pending together with the source's position after them (JSON).
         Returns their ids, in order."""
         now = self._wall_s()
-        rows = [(g.key, json.dumps(g.prompt), now, now) for g in groups]
-        ids = []
         with self._db.write() as db:
-            for row in rows:
-                if (
-                    row[0] is not None
-                    and db.execute("SELECT 1 FROM groups WHERE key = ?", (row[0],)).fetchone()
-                ):
-                    raise JournalStateError(f"prompt {row[0]!r} was issued before")
-                ids.append(
-                    db.execute(
-                        "INSERT INTO groups (key, prompt, state, issued_wall_s, changed_wall_s)"
-                        " VALUES (?, ?, 'pending', ?, ?)",
-                        row,
-                    ).lastrowid
-                )
+            ids = [_insert_group(db, g, now) for g in groups]
             _save_cursor(db, cursor)
         self._changed()
         return ids
@@ -366,11 +353,24 @@ class Journal(History):
         }
 
 
-def _save_cursor(db: Any, cursor: Any) -> None:
+def _insert_group(db: sqlite3.Connection, group: NewGroup, now_wall_s: float) -> int:
+    key = group.key
+    if key is not None and db.execute("SELECT 1 FROM groups WHERE key = ?", (key,)).fetchone():
+        raise JournalStateError(f"prompt {key!r} was issued before")
+    group_id = db.execute(
+        "INSERT INTO groups (key, prompt, state, issued_wall_s, changed_wall_s)"
+        " VALUES (?, ?, 'pending', ?, ?)",
+        (key, json.dumps(group.prompt), now_wall_s, now_wall_s),
+    ).lastrowid
+    assert group_id is not None
+    return group_id
+
+
+def _save_cursor(db: sqlite3.Connection, cursor: Any) -> None:
     db.execute("INSERT OR REPLACE INTO source VALUES (1, ?)", (json.dumps(cursor),))
 
 
-def _require(db: Any, group_id: int, *states: str) -> None:
+def _require(db: sqlite3.Connection, group_id: int, *states: str) -> None:
     row = db.execute("SELECT state FROM groups WHERE id = ?", (group_id,)).fetchone()
     if row is None or row[0] not in states:
         found = "unknown" if row is None else row[0]
