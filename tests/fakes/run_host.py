@@ -61,15 +61,19 @@ def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
     return SealedBatch(0, arrays, meta)
 
 
-def seal_one(journal: Journal, seed: int) -> None:
+def seal_one(journal: Journal, seed: int, nan_step: int) -> None:
     step = len(journal.plan) + 1
     ids = journal.issue([NewGroup({"n": i}, f"{step}:{i}") for i in range(GROUPS)], {"step": step})
     for group_id in ids:
         journal.accept(group_id, {"x": np.zeros(1)})
-    journal.seal(made_up_batch(step, seed, ids), ids)
+    batch = made_up_batch(step, seed, ids)
+    if step == nan_step:
+        batch.arrays["advantages"][0] = np.nan
+    journal.seal(batch, ids)
 
 
-async def host(run: RunFolder, steps: int, ahead: int, seed: int) -> None:
+async def host(run: RunFolder, args: argparse.Namespace) -> None:
+    steps = args.steps
     events = EventLog(run.events, run=run.path.name, role="rollout", name="rollout")
     journal = Journal.open(run.journal, events=events)
     ledger = Ledger(
@@ -90,9 +94,9 @@ async def host(run: RunFolder, steps: int, ahead: int, seed: int) -> None:
     run.register("rollout", url)
     run.register("serving", url)
     while journal.tip.step < steps:
-        while len(journal.plan) < min(steps, journal.tip.step + ahead):
-            seal_one(journal, seed)
-        await asyncio.sleep(0.02)
+        if len(journal.plan) < min(steps, journal.tip.step + args.ahead):
+            seal_one(journal, args.seed, args.nan_step)
+        await asyncio.sleep(args.slow_s)
     last = journal.tip
     while journal.version_of(last) is None:
         await asyncio.sleep(0.02)
@@ -108,8 +112,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ahead", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow-s", type=float, default=0.01, help="pause between two seals")
+    parser.add_argument("--nan-step", type=int, default=0, help="batch with a NaN advantage")
     args = parser.parse_args()
-    asyncio.run(host(RunFolder(args.run), args.steps, args.ahead, args.seed))
+    asyncio.run(host(RunFolder(args.run), args))
 
 
 if __name__ == "__main__":

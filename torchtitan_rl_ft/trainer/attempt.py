@@ -31,7 +31,12 @@ class Placement:
     rank: int
     degree: int
     group: dist.ProcessGroup | None
-    speaks: bool  # rank 0 of the group
+
+    @property
+    def speaks(self) -> bool:
+        """Carries the group's own slots of the coverage vector. Tensor-parallel peers all do:
+        each sums over the groups with the ranks at its own place."""
+        return self.rank == 0
 
     def sum(self, vector: torch.Tensor) -> None:
         if self.group is not None and self.degree > 1:
@@ -136,11 +141,12 @@ class Attempt:
 
     def _vote(self, work: Work, vector: torch.Tensor) -> Result:
         self._enter("commit")
-        outcome, cause, numeric, norm = None, "", False, math.nan
+        outcome, cause, numeric = None, "", False
+        # A collective inside the group, so on every rank, also on one whose sums have failed.
+        norm = float(self._clip())
         if self._group.errored() is None:
             try:
                 outcome = coverage.check(vector, work.claim, work.quorum.participants)
-                norm = float(self._clip())
                 if outcome.nonfinite or not math.isfinite(norm):
                     numeric = True
                     raise NumericError(

@@ -15,6 +15,7 @@ from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from torchtitan_rl_ft.journal.checkpoints import MARKER, write_marker
 
+
 class SaveDuty(Protocol):
     """Who may save, and who is told (the trainer)."""
 

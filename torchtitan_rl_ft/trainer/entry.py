@@ -21,6 +21,7 @@ def main() -> int:
 
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
+    from torchtitan_rl_ft.trainer.rl_trainer import NumericStop
 
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
     try:
@@ -28,6 +29,9 @@ def main() -> int:
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
         return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
+    except NumericStop as e:
+        print(f"torchtitan: numeric stop: {e}", file=sys.stderr)
+        return ExitCode.NUMERIC
     return ExitCode.DONE
 
 

@@ -11,6 +11,7 @@ A refused attempt leaves no trace: parameters, optimizer, scheduler, RNG and dat
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
@@ -21,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -62,6 +61,7 @@ from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
 from torchtitan_rl_ft.trainer.presence import PhaseClock, event_sink, this_member
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
+from torchtitan_rl_ft.trainer.reference import ReferencePolicy, load_hf_weights
 from torchtitan_rl_ft.trainer.refusals import Refusals
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
@@ -72,6 +72,10 @@ logger = logging.getLogger(__name__)
 LEDGER_DEADLINE_S = 60.0
 POLL_S = 20.0  # ranks of a group wait for their first one in a collective: keep it busy
 RETRY_DELAY_S = 0.2
+
+
+class NumericStop(Exception):
+    """The ledger gave up on a batch whose numbers are not finite."""
 
 
 class RunStopped(Exception):
@@ -118,6 +122,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.link = GroupLink()
         self._connect()
         self._build_step()
+        self._reference = self._build_reference() if config.rl.kl_coef > 0 else None
         self.checkpointer.bind(self)
 
     # Set-up -----------------------------------------------------------------------------
@@ -148,7 +153,6 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             rank=mesh.get_local_rank() if mesh is not None else 0,
             degree=mesh.size() if mesh is not None else 1,
             group=mesh.get_group() if mesh is not None else None,
-            speaks=self.link.is_speaker,
         )
         assert isinstance(self.loss_fn, PolicyLoss)
         self._attempt = Attempt(
@@ -177,6 +181,27 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             link=self.link,
         )
         self._refusals = Refusals(config.fault_tolerance.max_commit_retries)
+
+    def _build_reference(self) -> ReferencePolicy:
+        config, spec = self.config, self.config.model_spec
+        assert spec is not None
+        with torch.device("meta"):
+            model = self.model_config.build()
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder=config.dump_folder,
+        )
+        model.to_empty(device=self.device)
+        with torch.no_grad():
+            model.init_states(buffer_device=None)
+        torchtitan_cpu.prepare_model([model])
+        load_hf_weights([model], self._adapter, config.rl.kl_reference or config.hf_assets_path)
+        return ReferencePolicy(model, self.train_context)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for part in self.model_parts for p in part.parameters() if p.requires_grad]
@@ -239,12 +264,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if self.checkpointer.enable and self.config.checkpoint.initial_load_path:
             self.checkpointer.restore(-1)
             return
-        model = ModelWrapper(self.model_parts)
-        weights = self._adapter.to_hf(model.state_dict())
-        dcp.load(
-            weights, storage_reader=self._adapter.get_hf_storage_reader(self.config.hf_assets_path)
-        )
-        model.load_state_dict(self._adapter.from_hf(weights))
+        load_hf_weights(self.model_parts, self._adapter, self.config.hf_assets_path)
 
     def _write_learning_rates(self) -> None:
         """A restored scheduler does not touch the optimizer's param groups by itself."""
@@ -277,15 +297,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         head = self._wait_for_batch()
         self._enter("quorum")
         quorum = self._form_quorum()
-        nonce = coverage.draw_nonce() if self.link.is_speaker else 0
-        answer = self.link.ask(
-            lambda: self.ledger.begin(
-                self._state(),
-                self.tail,
-                participants=quorum.participants,
-                quorum_id=quorum.quorum_id,
-            )
-        )
+        answer, nonce = self.link.ask(lambda: (self._begin(quorum), coverage.draw_nonce()))
         if answer.decision is Decision.STOP:
             raise RunStopped("failed", answer.reason)
         if answer.decision is not Decision.GO:
@@ -303,6 +315,14 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             return False
         self._commit(batch, answer.batch, quorum, result)
         return True
+
+    def _begin(self, quorum: Quorum) -> BeginAnswer:
+        return self.ledger.begin(
+            self._state(),
+            self.tail,
+            participants=quorum.participants,
+            quorum_id=quorum.quorum_id,
+        )
 
     def _wait_for_batch(self) -> BatchRef:
         """Wait until the next batch is sealed, doing the duties that come up meanwhile."""
@@ -376,7 +396,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
                 lambda: self.ledger.refused(step, batch.batch_id, result.cause, numeric=True)
             )
             if action == "stop":
-                raise RunStopped("failed", f"step {step}: {result.cause}")
+                raise NumericStop(f"step {step}: {result.cause}")
         self._refusals.refused(step, quorum.members, result.cause)
 
     def _commit(self, batch: SealedBatch, ref: BatchRef, quorum: Quorum, result: Result) -> None:
@@ -459,9 +479,10 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def _forward_backward(self, rows: MicroBatch) -> torch.Tensor:
         positions = rows.positions_BS.to(self.device)
+        labels = self._reference.fill(rows) if self._reference else rows.labels_BSC
         return self.forward_backward_step(
             input_dict={"input": rows.input_BS.to(self.device), "positions": positions},
-            labels=rows.labels_BSC.to(self.device),
+            labels=labels.to(self.device),
             # The loss weights divide by the global batch already.
             global_valid_tokens=torch.ones((), device=self.device),
         )
@@ -517,10 +538,11 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.tail = CommitRecord.from_json(tail) if tail else None
 
     def state_dict(self) -> dict[str, Any]:
-        return self.progress()
+        # One string: a checkpoint flattens nested values, and asks for the keys of today.
+        return {"progress": json.dumps(self.progress())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.load_progress(state_dict)
+        self.load_progress(json.loads(state_dict["progress"]))
 
     # Saving (checkpoint.SaveDuty) -------------------------------------------------------
 

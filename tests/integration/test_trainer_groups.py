@@ -1,0 +1,161 @@
+"""Replica groups of the real trainer on real torchft: exactly once, equal, healed, resumed."""
+
+import signal
+import time
+
+import pytest
+from trainer_run import TrainerRun
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def steps_of(run):
+    return [m["step"] for m in run.metrics()]
+
+
+def assert_groups_equal(run, groups, at_least):
+    """Bitwise: parameters, optimizer tensors, LR, scheduler, history, at every common step."""
+    probes = [run.probe(g) for g in groups]
+    common = set.intersection(*(set(p) for p in probes))
+    assert len(common) >= at_least
+    for step in sorted(common):
+        for other in probes[1:]:
+            assert probes[0][step] == other[step], f"groups differ at step {step}"
+
+
+def test_two_groups_train_each_batch_once_and_stay_bitwise_equal(tmp_path):
+    with TrainerRun(tmp_path / "run", steps=12, groups=2) as run:
+        run.start_all()
+        assert run.wait_exit("trainer-0") == [0], run.logs()
+        assert run.wait_exit("trainer-1") == [0], run.logs()
+        assert steps_of(run) == list(range(1, 13))
+        assert sum(m["participants"] == 2 for m in run.metrics()) >= 10
+        assert_groups_equal(run, (0, 1), at_least=10)
+        assert not run.events("refuse")
+        versions = [e["version"] for e in run.events("publish")]
+        assert versions == sorted(set(versions))
+
+
+@pytest.mark.row("G1")
+@pytest.mark.row("G3")
+def test_a_killed_group_does_not_halt_the_other_and_comes_back_equal(tmp_path):
+    with TrainerRun(tmp_path / "run", steps=400, groups=2) as run:
+        run.start_all()
+        run.wait_step(20)
+        run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "both groups")
+        survivor = run.processes["trainer-0"][0].pid
+        run.kill("trainer-1")
+        at = len(run.metrics())
+        run.wait_step(at + 20)
+        run.start("trainer-1")
+        run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "the group's return")
+        back = len(run.metrics())
+        run.wait_step(back + 10)
+        assert run.processes["trainer-0"][0].pid == survivor
+        assert run.processes["trainer-0"][0].poll() is None
+        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert any(e["name"] == "trainer-1" for e in run.events("heal"))
+        assert_groups_equal(run, (0, 1), at_least=20)
+
+
+@pytest.mark.row("G2")
+def test_below_min_replica_size_nothing_changes_until_a_group_returns(tmp_path):
+    keys = {"fault_tolerance__min_replica_size": 2, "fault_tolerance__join_timeout_ms": 200}
+    with TrainerRun(tmp_path / "run", steps=400, groups=2, **keys) as run:
+        run.start_all()
+        run.wait_step(5)
+        run.kill("trainer-1")
+        time.sleep(3)
+        at = len(run.metrics())
+        time.sleep(4)
+        assert len(run.metrics()) == at
+        run.start("trainer-1")
+        run.wait_step(at + 5)
+        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_groups_equal(run, (0, 1), at_least=5)
+
+
+@pytest.mark.row("G8")
+def test_stop_and_resume_goes_on_with_the_same_batches(tmp_path):
+    """All trainers and the ledger's process end; the checkpoint and the journal go on."""
+    with TrainerRun(tmp_path / "run", steps=60, groups=2, checkpoint__interval=5) as run:
+        run.start_all(host_args=("--slow-s", "0.1"))
+        run.wait_for(lambda: len(run.events("checkpoint")) >= 2, "two checkpoints")
+        for name in ("trainer-0", "trainer-1", "host", "lighthouse"):
+            run.kill(name, signal.SIGKILL)
+        sealed = {e["data"]["batch"]: e["data"]["digest"] for e in run.events("seal")}
+        before = {e["step"]: e["data"]["batch"] for e in run.events("commit")}
+        run.start_all()
+        assert run.wait_exit("trainer-0") == [0], run.logs()
+        restored = {e["step"] for e in run.events("restore")}
+        assert restored and max(restored) % 5 == 0 and max(restored) >= 5
+        after = {e["step"]: e["data"]["batch"] for e in run.events("commit")}
+        for step, batch in before.items():
+            assert after[step] == batch
+        again = {e["data"]["batch"]: e["data"]["digest"] for e in run.events("seal")}
+        assert all(again[b] == d for b, d in sealed.items())
+        lr = run.probe(0)
+        assert lr[max(restored) + 1]["scheduler"]["last_epoch"] == max(restored) + 1
+
+
+@pytest.mark.row("I1")
+@pytest.mark.row("I2")
+@pytest.mark.scenario("N-1")
+def test_a_nan_is_committed_by_nobody_and_ends_the_run_by_its_own_code(tmp_path):
+    with TrainerRun(tmp_path / "run", steps=12, groups=2) as run:
+        run.start_all(host_args=("--nan-step", "6"))
+        codes = run.wait_exit("trainer-0") + run.wait_exit("trainer-1")
+        assert 3 in codes and 0 not in codes, run.logs()
+        assert max(steps_of(run)) == 5
+        assert max(e["step"] for e in run.events("publish")) == 5
+        assert all("finite" in e["cause"] for e in run.events("refuse"))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_one_steps_gradient_does_not_depend_on_the_number_of_groups(tmp_path, groups):
+    """From equal parameters; summation order is all that differs."""
+    norms = {}
+    for n in (2, groups):
+        keys = {"fault_tolerance__min_replica_size": n}
+        with TrainerRun(tmp_path / f"run{n}", steps=1, groups=n, **keys) as run:
+            run.start_all()
+            for g in range(n):
+                assert run.wait_exit(f"trainer-{g}") == [0], run.logs()
+            (metrics,) = run.metrics()
+            assert metrics["participants"] == n
+            norms[n] = metrics["grad_norm"]
+    assert norms[groups] == pytest.approx(norms[2], rel=1e-5)
+
+
+def test_groups_of_two_ranks_equal_groups_of_one(tmp_path):
+    norms = {}
+    for ranks in (1, 2):
+        keys = {"fault_tolerance__min_replica_size": 2, "ranks": ranks}
+        with TrainerRun(tmp_path / f"run{ranks}", steps=3, groups=2, **keys) as run:
+            run.start_all()
+            for g in range(2):
+                assert run.wait_exit(f"trainer-{g}") == [0] * ranks, run.logs()
+            norms[ranks] = [m["grad_norm"] for m in run.metrics()]
+    assert norms[2][0] == pytest.approx(norms[1][0], rel=1e-5)
+    assert norms[2] == pytest.approx(norms[1], rel=1e-2)
+
+
+def test_the_kl_term_is_zero_at_the_reference_and_grows_away_from_it(tmp_path):
+    keys = {"rl__kl_coef": 0.1}
+    with TrainerRun(tmp_path / "run", steps=6, groups=1, **keys) as run:
+        run.start_all()
+        assert run.wait_exit("trainer-0") == [0], run.logs()
+        kl = [m["kl/mean"] for m in run.metrics()]
+        assert kl[0] == pytest.approx(0.0, abs=1e-9)
+        assert kl[-1] > 1e-5
+
+
+def test_tensor_parallel_groups_equal_unsharded_ones(tmp_path):
+    norms = {}
+    for ranks in (1, 2):
+        keys = {"ranks": ranks, "parallelism__tensor_parallel_degree": ranks}
+        with TrainerRun(tmp_path / f"run{ranks}", steps=3, groups=1, **keys) as run:
+            run.start_all()
+            assert run.wait_exit("trainer-0") == [0] * ranks, run.logs()
+            norms[ranks] = [m["grad_norm"] for m in run.metrics()]
+    assert norms[2][0] == pytest.approx(norms[1][0], rel=1e-5)
