@@ -132,12 +132,18 @@ class RolloutLoop:
                     continue
                 else:
                     self._advance()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), TICK_S)
+                await self._woken()
                 self._collect()
         finally:
             await _cancelled([watching, *self._tasks.values()])
             self._tasks.clear()
+
+    async def _woken(self) -> None:
+        """Wait for `wake`, or a tick. Not `wait_for`: in Python 3.11 that can lose a cancellation
+        (SIGTERM) that comes together with the wake-up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
 
     def _collect(self) -> None:
         """Take the ended tasks away. Raises what one of them raised."""
@@ -156,6 +162,7 @@ class RolloutLoop:
         room = schedule.wanted(self._rules, policy, planned) - len(self._accepted)
         self._issue(room - len(self._tasks) - len(self._queue))
         self._start(room)
+        self._check_exhausted()
         self._enter("rollout" if self._tasks else "waiting_for_trainers")
 
     def _policy(self) -> schedule.Policy | None:
@@ -209,10 +216,20 @@ class RolloutLoop:
             self._events.emit(Kind.ISSUE, groups=len(ids), first=ids[0], last=ids[-1])
             for group_id, group in zip(ids, groups, strict=True):
                 self._queue.append(PromptGroup(group_id, group.key, group.prompt))
-        if self._exhausted and not (groups or self._queue or self._tasks):
+
+    def _check_exhausted(self) -> None:
+        """Raises RolloutStalled when a batch that is left to seal cannot be filled any more."""
+        busy = self._tasks or self._queue or self._journal.sealed_ahead
+        left = self._rules.total_steps - len(self._journal.plan)
+        if (
+            self._exhausted
+            and not busy
+            and left
+            and len(self._accepted) < self._rules.groups_per_step
+        ):
             raise RolloutStalled(
-                "the data source has no more prompts, and the steps that are left need some: "
-                "lower training.steps or give it more"
+                f"the data source has no more prompts, and {left} of {self._rules.total_steps} "
+                "steps are left: lower training.steps or give it more"
             )
 
     def _start(self, room: int) -> None:
@@ -291,8 +308,7 @@ class RolloutLoop:
                 raise RolloutStalled(
                     f"the policy of the last step ({tip.step}) was not served within {limit_s:g} s"
                 )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            await self._woken()
         return None
 
     async def _evaluate(self, policy: ServedPolicy) -> None:
