@@ -383,9 +383,18 @@ class World:
             self.ask(lambda: self.ledger.duty_done(group.member, SAVE, state, {"path": path}))
         except Unreachable:
             return
-        on_disk = [c for c in self.saved if c not in self.torn]
-        if self.chance(0.1) and len(on_disk) > 2:
-            self.torn.add(self.rng.choice(on_disk[1:]))  # never all of them
+        self.tear()
+
+    def tear(self) -> None:
+        """Damage a checkpoint, but never the oldest that can be loaded."""
+        view = self.ledger.view()
+        whole = [
+            c
+            for c in view.checkpoints
+            if c.path not in self.torn and view.on_chain(State(c.step, c.token))
+        ]
+        if self.chance(0.2) and len(whole) > 1:
+            self.torn.add(self.rng.choice(whole[:-1]).path)
 
     # What must hold at all times --------------------------------------------------------
 
