@@ -299,7 +299,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         quorum = self._form_quorum()
         answer, nonce = self.link.ask(lambda: (self._begin(quorum), coverage.draw_nonce()))
         if answer.decision is Decision.STOP:
-            raise RunStopped("failed", answer.reason)
+            raise RunStopped(answer.outcome or "failed", answer.reason)
         if answer.decision is not Decision.GO:
             self._stand_aside(quorum, answer, head)
             return False
@@ -333,7 +333,9 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             match self.link.ask(self._poll):
                 case Stop(outcome, reason):
                     raise RunStopped(outcome, reason)
-                case Ready(batch=batch):
+                case Ready(batch=batch, heal=heal):
+                    if heal:  # no peer may take this state
+                        self.ft_manager.set_step(0)
                     return batch
                 case Offer(duties) if PUBLISH in duties:
                     self._publish_if_granted()
@@ -346,7 +348,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def _poll(self) -> Ready | Offer | Stop | None:
         try:
-            return self.ledger.next_batch(self.committed_step, POLL_S)
+            return self.ledger.next_batch(self.committed_step, POLL_S, self.history)
         except BatchWaitTimeout as e:
             logger.info("%s", e)
             return None
