@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal import service as ledger_service
-from torchtitan_rl_ft.journal.checkpoints import checker
+from torchtitan_rl_ft.journal.checkpoints import checker, finder
 from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
@@ -93,6 +93,7 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             events=events,
             metrics_path=folder.metrics,
             why_incomplete=checker(folder.path),
+            find_checkpoints=finder(folder.path / str(resolved.get("checkpoint.folder"))),
             max_numeric_refusals=sections.recovery.max_numeric_refusals,
         )
         # One connection per request in flight; serving is one hop away on this host.
