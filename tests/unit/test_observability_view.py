@@ -156,7 +156,6 @@ def test_plain_lines_are_one_per_step_and_phase():
     assert said == [
         "engines starting",
         "engines starting 12 s",
-        "training",
         "serving ended",
         "step 1/8  reward 0.250  policy age 0.0  groups 2/2  engines 0/2  1.50 s",
     ]

@@ -67,9 +67,9 @@ class PlainReporter:
         for text in notices:
             self._write(text)
         now_s = self._clock()
-        metrics_step = view.metrics.get("step", 0)
-        if view.step > 0 and metrics_step >= view.step:
-            if view.step != self._step:
+        if view.step > 0:
+            # Its metrics follow the commit in a file of their own.
+            if view.step != self._step and view.metrics.get("step", 0) >= view.step:
                 self._step = view.step
                 self._write(step_line(view))
             return
@@ -77,7 +77,7 @@ class PlainReporter:
         if phase != self._phase:
             self._phase, self._phase_since_s, self._said_s = phase, now_s, now_s
             self._write(phase)
-        elif view.step == 0 and now_s - self._said_s >= PHASE_REPEAT_S:
+        elif now_s - self._said_s >= PHASE_REPEAT_S:
             self._said_s = now_s
             self._write(f"{phase} {now_s - self._phase_since_s:.0f} s")
 

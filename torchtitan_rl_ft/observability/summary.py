@@ -114,7 +114,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("steps", f"{summary.steps} of {summary.total_steps} in {summary.wall_s:.0f} s"),
         ("reward", _reward_text(summary)),
         ("held-out", _eval_text(summary)),
-        ("time", ", ".join(f"{k} {v:.1f} s" for k, v in summary.phase_s.items()) or "none"),
+        ("time", _time_text(summary.phase_s)),
         ("ETTR", _ettr_text(summary.ettr)),
         ("lost", _lost_text(summary.ettr)),
         ("transport", summary.transport),
@@ -137,6 +137,14 @@ def _eval_text(summary: Summary) -> str:
     if summary.eval_reward is None:
         return "not evaluated"
     return f"{summary.eval_reward:.3f} greedy on {summary.eval_prompts} prompts"
+
+
+def _time_text(phase_s: Mapping[str, float]) -> str:
+    """Start-up, steps, and in brackets what the steps consist of, the longest first."""
+    parts = {k: v for k, v in phase_s.items() if k not in ("start-up", "step") and v >= 0.05}
+    inside = ", ".join(f"{k} {v:.1f}" for k, v in sorted(parts.items(), key=lambda p: -p[1]))
+    text = ", ".join(f"{k} {phase_s[k]:.1f} s" for k in ("start-up", "step") if k in phase_s)
+    return (f"{text} ({inside})" if inside else text) or "none"
 
 
 def _ettr_text(value: Ettr | None) -> str:
