@@ -94,7 +94,7 @@ def test_events_survive_the_way_through_the_file(tmp_path):
             "first batch sealed, trainers starting",
         ),
         (
-            [RUN, engine(0, "serving"), line(Kind.SEAL, "rollout"), line(Kind.BEGIN, "rollout")],
+            [RUN, engine(0, "serving"), line(Kind.SEAL, "rollout"), line(Kind.QUORUM, "trainer-0")],
             "first step",
         ),
         ([RUN, line(Kind.COMMIT, "rollout", step=1)], "training"),

@@ -80,7 +80,7 @@ def last_life(events: Iterable[Event]) -> list[Event]:
 def _first_work_s(life: list[Event], first_commit_s: float) -> float:
     """When the first prompts went out or, without a rollout, the first step began."""
     for event in life:
-        if event.kind in (Kind.ISSUE, Kind.BEGIN) and event.mono_s <= first_commit_s:
+        if event.kind in (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN) and event.mono_s <= first_commit_s:
             return event.mono_s
     return first_commit_s
 

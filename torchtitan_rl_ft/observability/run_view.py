@@ -63,7 +63,7 @@ class RunView:
             self.faults += 1
         elif kind == Kind.SEAL:
             self.batches_sealed += 1
-        elif kind == Kind.BEGIN:
+        elif kind in (Kind.QUORUM, Kind.BEGIN):
             self.work_begun = True
         elif kind in (Kind.PUBLISH, Kind.INSTALL) and line.get("version") is not None:
             self.version = line["version"]
