@@ -53,6 +53,11 @@ class Installer:
         self._transport, self._pause_mode = transport, pause_mode
         self._timeout_s, self._clock = timeout_s, clock
 
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use."""
+        return self._transport.name
+
     async def install(
         self, engine: WeightTarget, release: Release, proof: Proof, digest_before: str | None
     ) -> Installed:
