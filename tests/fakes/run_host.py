@@ -23,14 +23,17 @@ from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.rpc.server import make_app, start
 from torchtitan_rl_ft.run_folder import RunFolder
 
-GROUPS, SAMPLES, VOCAB = 4, 4, 16
+VOCAB = 16
 
 
-def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
-    """GROUPS x SAMPLES samples of random length: a pure function of (step, seed)."""
+def made_up_batch(
+    step: int, seed: int, group_ids: list[int], samples: int = 4, longest: int = 8
+) -> SealedBatch:
+    """`samples` answers of 1..`longest` tokens per group: a pure function of the arguments."""
     rng = np.random.default_rng([seed, step])
-    n = GROUPS * SAMPLES
-    prompts, answers = rng.integers(2, 6, n), rng.integers(1, 9, n)
+    groups = len(group_ids)
+    n = groups * samples
+    prompts, answers = rng.integers(2, 6, n), rng.integers(1, longest + 1, n)
     lengths = prompts + answers
     total = int(lengths.sum())
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -38,7 +41,7 @@ def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
     for i in range(n):
         mask[offsets[i] + prompts[i] : offsets[i + 1]] = 1
     rewards = rng.random(n).astype(np.float32)
-    advantages = rewards - rewards.reshape(GROUPS, SAMPLES).mean(1).repeat(SAMPLES)
+    advantages = rewards - rewards.reshape(groups, samples).mean(1).repeat(samples)
     logprobs = np.where(mask, -np.log(VOCAB) + rng.normal(0, 0.1, total), 0.0)
     arrays = {
         "tokens": rng.integers(3, VOCAB, total).astype(np.int32),
@@ -50,7 +53,7 @@ def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
         "weights": (mask / mask.sum()).astype(np.float32),
         "advantages": advantages.astype(np.float32),
         "rewards": rewards,
-        "group_ids": np.repeat(group_ids, SAMPLES).astype(np.int64),
+        "group_ids": np.repeat(group_ids, samples).astype(np.int64),
     }
     meta = {
         "reward/mean": float(rewards.mean()),
@@ -61,13 +64,14 @@ def made_up_batch(step: int, seed: int, group_ids: list[int]) -> SealedBatch:
     return SealedBatch(0, arrays, meta)
 
 
-def seal_one(journal: Journal, seed: int, nan_step: int) -> None:
+def seal_one(journal: Journal, args: argparse.Namespace) -> None:
     step = len(journal.plan) + 1
-    ids = journal.issue([NewGroup({"n": i}, f"{step}:{i}") for i in range(GROUPS)], {"step": step})
+    groups = range(args.groups)
+    ids = journal.issue([NewGroup({"n": i}, f"{step}:{i}") for i in groups], {"step": step})
     for group_id in ids:
         journal.accept(group_id, {"x": np.zeros(1)})
-    batch = made_up_batch(step, seed, ids)
-    if step == nan_step:
+    batch = made_up_batch(step, args.seed, ids, args.samples, args.longest)
+    if step == args.nan_step:
         batch.arrays["advantages"][0] = np.nan
     journal.seal(batch, ids)
 
@@ -95,7 +99,7 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     run.register("serving", url)
     while journal.tip.step < steps:
         if len(journal.plan) < min(steps, journal.tip.step + args.ahead):
-            seal_one(journal, args.seed, args.nan_step)
+            seal_one(journal, args)
         await asyncio.sleep(args.slow_s)
     last = journal.tip
     while journal.version_of(last) is None:
@@ -112,6 +116,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ahead", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=4, help="prompt groups of a batch")
+    parser.add_argument("--samples", type=int, default=4, help="samples of a group")
+    parser.add_argument("--longest", type=int, default=8, help="tokens of the longest answer")
     parser.add_argument("--slow-s", type=float, default=0.01, help="pause between two seals")
     parser.add_argument("--nan-step", type=int, default=0, help="batch with a NaN advantage")
     args = parser.parse_args()

@@ -34,6 +34,7 @@ class TrainerRun:
         values = {
             "training.steps": steps,
             "training.seq_len": 64,
+            "training.mixed_precision_param": "float32",
             "training.local_batch_size": 8,
             "optimizer.lr": 0.003,
             "lr_scheduler.warmup_steps": 4,
