@@ -10,6 +10,7 @@ import pytest
 from rollout_parts import TOKENIZER, context
 
 from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.models.tiny import BOS, EOS
 from torchtitan_rl_ft.rollout import plugins
 from torchtitan_rl_ft.rollout.protocols import DataSource, HeldOutSource, Prompt, Response
 from torchtitan_rl_ft.rollout.tasks.sorting import SortDigits, is_held_out, reward
@@ -23,7 +24,14 @@ def all_prompts() -> tuple[list[Prompt], list[Prompt]]:
 
 
 def score(prompt: Prompt, text: str) -> float:
-    return reward(prompt, Response(text, [], "stop"))
+    return reward(prompt, respond(text + EOS))
+
+
+def respond(tokens: str) -> Response:
+    """As the rollout loop makes it from sampled tokens."""
+    ids = TOKENIZER.encode(tokens).ids
+    finish_reason = "stop" if tokens.endswith(EOS) else "length"
+    return Response(TOKENIZER.decode(ids, skip_special_tokens=True), ids, finish_reason)
 
 
 def test_prompts_are_read_by_the_tiny_tokenizer():
@@ -57,9 +65,16 @@ def test_reward_rule():
     assert score(prompt, "37" + "7" * 8) == pytest.approx(0.2)
 
 
+def test_only_an_answer_that_ends_itself_is_right():
+    prompt = Prompt("73>", "37")
+    for tokens in (f"37{BOS}", "37+", "370", f"3{BOS}7"):
+        assert reward(prompt, respond(tokens)) == pytest.approx(2 / 3)
+    assert reward(prompt, respond("37")) == 1.0  # nothing after it, but for a limit of two tokens
+
+
 def test_no_constant_answer_scores_above_three_tenths():
     training, held_out = all_prompts()
-    texts = ["".join(t) for n in range(4) for t in itertools.product("0123456789>+", repeat=n)]
+    texts = ["".join(t) for n in range(4) for t in itertools.product("0123456789>", repeat=n)]
     for prompts in (training, held_out, training + held_out):
         best = max(sum(score(p, t) for p in prompts) / len(prompts) for t in texts)
         assert best < 0.3

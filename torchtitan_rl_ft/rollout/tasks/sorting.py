@@ -56,7 +56,9 @@ def _prompt(digits: str, epoch: int, index: int) -> Prompt:
 
 def reward(prompt: Prompt, response: Response) -> float:
     """Share of right places, in [0, 1]; an answer that is too long is judged over its own
-    length, so that writing more never pays."""
+    length, so that writing more never pays. Every token but the final end token counts, also
+    those that leave no text: only an answer that ends itself gets 1."""
     answer, given = prompt.answer, response.text
     right = sum(a == b for a, b in zip(answer, given, strict=False))
-    return right / max(len(answer), len(given))
+    length = len(response.token_ids) - (response.finish_reason == "stop")
+    return right / max(len(answer), length)
