@@ -29,7 +29,7 @@ from torchtitan_rl_ft.roles.trainer import free_port  # noqa: E402
 
 NOT_COUNTED = ("time/wait_batch_s", "time/publish_s", "time/starting_s", "time/checkpoint_s")
 # prompt groups, samples per group, longest answer; steps of about 0.05 s and over 1 s
-SIZES = {"small": (4, 4, 8), "large": (16, 16, 120)}
+SIZES = {"small": (4, 4, 8), "large": (16, 32, 120)}
 WARM_UP_STEPS = 2
 
 
