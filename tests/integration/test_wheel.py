@@ -2,10 +2,15 @@
 
 import json
 import os
+import socket
 import subprocess
 
+import httpx
 import pytest
 from installed_wheel import build_wheel, install_wheel
+
+from torchtitan_rl_ft.observability.events import Kind, read_events
+from torchtitan_rl_ft.run_folder import ProcessId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -37,7 +42,7 @@ def test_full_check(command, empty):
     assert done.returncode == 0, done.stderr
 
 
-def test_debug_job(command, empty):
+def test_debug_job_leaves_its_run_folder_and_nothing_else(command, empty):
     done = run(command, empty, "run", "--job.config_file", "rl_ft_debug.toml")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     folder = empty / "outputs" / "rl_ft_debug"
@@ -45,3 +50,13 @@ def test_debug_job(command, empty):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert "outcome    complete (exit code 0)" in done.stdout
     assert (folder / "reward.png").exists()
+    events = list(read_events(folder / "events.jsonl"))
+    spawned = [e.data for e in events if e.kind is Kind.SPAWN]
+    assert len(spawned) == 7
+    assert not any(ProcessId(d["pid"], d["start_time"]).alive() for d in spawned)
+    urls = [httpx.URL(e.data["url"]) for e in events if e.kind is Kind.READY]
+    assert len(urls) == 5
+    for url in urls:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((url.host, url.port), timeout=5).close()
+    assert not list(empty.parent.rglob("*.token"))
