@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 
@@ -14,6 +15,7 @@ from torchtitan_rl_ft.models.tiny import (
     EOS,
     TinySpec,
     make_tiny_model,
+    tiny_model_files,
     tiny_tokenizer,
 )
 
@@ -27,6 +29,12 @@ def test_same_seed_gives_the_same_bytes(tmp_path):
     b = make_tiny_model(tmp_path / "b", seed=3)
     assert contents(a) == contents(b)
     assert contents(a) != contents(make_tiny_model(tmp_path / "c", seed=4))
+
+
+def test_bytes_do_not_drift_between_machines_and_library_versions():
+    files = tiny_model_files(0, TinySpec())
+    digest = hashlib.sha256(files["model.safetensors"]).hexdigest()
+    assert digest.startswith("2c1c630986172b1c")
 
 
 def test_under_two_million_parameters(tmp_path):

@@ -18,9 +18,11 @@ def routes(loop: RolloutLoop) -> list[web.RouteDef]:
     async def stop(request: web.Request) -> web.StreamResponse:
         try:
             body = await request.json() if request.can_read_body else {}
-            reason = str(body.get("reason") or "asked to stop")
-        except (ValueError, AttributeError) as e:
-            raise RequestError(400, f"the body is not a JSON object: {e}") from e
+        except ValueError as e:
+            raise RequestError(400, f"the body is not JSON: {e}") from e
+        if not isinstance(body, dict):
+            raise RequestError(400, "the body is not a JSON object")
+        reason = str(body.get("reason") or "asked to stop")
         loop.drain(reason)
         return web.json_response({})
 
