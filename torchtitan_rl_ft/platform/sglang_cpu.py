@@ -7,6 +7,8 @@
 * SGLang spawns its scheduler and detokenizer, and each imports everything again: 19 of the 28 CPU
   seconds that one engine takes to start. Without CUDA there is no reason not to fork, so the
   server process imports once and its children are forked from it.
+* SGLang leaves a file in /dev/shm when it is killed; it goes into the engine's TMPDIR instead,
+  which its owner removes.
 * `--enable-deterministic-inference` is what makes SGLang honour a request's `sampling_seed`. It
   is refused for the CPU's attention backend and installs Triton kernels; both are CUDA matters.
 
@@ -19,6 +21,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +59,7 @@ def main(argv: Sequence[str]) -> None:
     _fork_children()
     _define_seed_hash()
     _allow_deterministic_sampling()
+    _keep_out_of_shared_memory()
     # Everything that the children need, before they are forked.
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
@@ -87,6 +91,18 @@ def _fork_children() -> None:
         choose("fork", force=True)
 
     multiprocessing.set_start_method = fork  # type: ignore[assignment]
+
+
+def _keep_out_of_shared_memory() -> None:
+    """Put the scheduler's load figures, a mapped file, into TMPDIR."""
+    import sglang.srt.managers.load_snapshot as load_snapshot
+
+    path_for = load_snapshot.shm_path_for
+
+    def in_scratch(ipc_name: str) -> str:
+        return path_for(ipc_name).replace("/dev/shm", tempfile.gettempdir())
+
+    load_snapshot.shm_path_for = in_scratch
 
 
 def _load_only_needed_model(argv: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ class ProbeHistory:
     progress_mono_s: float  # last proof that tokens come
     watched_mono_s: float  # start, or last resume: first_wait counts from here
     failures: int = 0  # failed probes in a row
+    probed_mono_s: float = float("-inf")  # begin of the last probe
 
 
 class Engine:
@@ -43,6 +44,7 @@ class Engine:
         self.version: int | None = None
         self.digest: str | None = None  # model_digest of what it holds, when proved
         self.in_flight = 0
+        self.up = asyncio.Event()
         self.gone = asyncio.Event()
         self.quiet = asyncio.Lock()
         """Held by an install and by a probe: neither runs beside the other."""
@@ -77,6 +79,12 @@ class Engine:
         if new is EngineState.RETIRED:
             self.gone.set()
         self._changes.notify()
+
+    def suspect(self, reason: str) -> None:
+        """No more requests, and a probe at once, until it is cleared."""
+        if self.state is EngineState.SERVING:
+            self.move(EngineState.SUSPECT, reason)
+        self.probe_asked.set()
 
     def clear_suspicion(self, reason: str) -> None:
         self._machine.clear_suspicion(reason)

@@ -14,6 +14,10 @@ class EngineUnreachable(Exception):
     """No answer: connection refused or lost, or not within the limit."""
 
 
+class EngineTimeout(EngineUnreachable):
+    """Not within the caller's limit; says little about the engine when the limit was short."""
+
+
 class EngineRefused(Exception):
     """The engine answered with an error; `status` is the HTTP status."""
 
@@ -116,7 +120,7 @@ class EngineClient:
                     raise EngineRefused(r.status, await _message(r))
                 return data, r
         except TimeoutError:
-            raise EngineUnreachable(f"{self.name} {path}: no answer in {timeout_s:.3g} s") from None
+            raise EngineTimeout(f"{self.name} {path}: no answer in {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as e:
             raise EngineUnreachable(f"{self.name} {path}: {type(e).__name__}: {e}") from e
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -22,6 +24,9 @@ ENGINES_OUTLIVE_SERVING = False
 """Engines end with the serving role, whatever ends it: the kernel kills their main process,
 which takes the others with it."""
 
+WORKER_PREFIX = "sglang::"
+"""SGLang's schedulers and detokenizers give themselves such titles."""
+
 
 @dataclass
 class EngineProcess:
@@ -29,6 +34,7 @@ class EngineProcess:
 
     child: process.Child
     scratch: Path
+    members: set[ProcessId] = field(default_factory=set)
     shared_memory: set[Path] = field(default_factory=set)
 
     @classmethod
@@ -44,15 +50,31 @@ class EngineProcess:
         return self.child.id
 
     def observe(self) -> None:
-        """Note the shared memory in use. SGLang's segments have random names and stay after
-        SIGKILL, so they have to be known before."""
-        for member in (self.id, *process.descendants(self.id)):
+        """Note processes and shared memory. Segments have random names and stay after SIGKILL,
+        and a process that loses its parent may be in no tree of ours: both have to be known
+        before the end."""
+        self.members |= {self.id, *process.descendants(self.id)}
+        for member in self.members:
             self.shared_memory |= mapped_shared_memory(member.pid)
+
+    async def worker_gone(self) -> str:
+        """Wait until one of SGLang's own processes ends; returns which. The server outlives its
+        scheduler by seconds, answering nothing. Called when the engine is up."""
+        workers = [p for p in process.descendants(self.id) if _title(p).startswith(WORKER_PREFIX)]
+        titles = {asyncio.create_task(wait_gone(p)): f"{_title(p)} (pid {p.pid})" for p in workers}
+        if not titles:  # another kind of engine: nothing to see beyond its main process
+            await asyncio.Event().wait()
+        try:
+            done, _ = await asyncio.wait(titles, return_when=asyncio.FIRST_COMPLETED)
+            return f"{titles[done.pop()]} ended, the server process is up"
+        finally:
+            for task in titles:
+                task.cancel()
 
     async def end(self, deadline_mono_s: float) -> list[ProcessId]:
         """Kill the whole tree and remove its files; returns processes that survived."""
         self.observe()
-        left = await end_tree(self.id, deadline_mono_s)
+        left = await end_tree(self.id, deadline_mono_s, self.members)
         if not left:
             await self.child.wait()
         remove_files(self.scratch, self.shared_memory)
@@ -62,15 +84,43 @@ class EngineProcess:
         return {
             "pid": self.id.pid,
             "start_time": self.id.start_time,
+            "members": [[m.pid, m.start_time] for m in sorted(self.members, key=lambda m: m.pid)],
             "scratch": str(self.scratch),
             "shared_memory": sorted(map(str, self.shared_memory)),
         }
 
 
-async def end_tree(root: ProcessId, deadline_mono_s: float) -> list[ProcessId]:
-    """Kill a process, its descendants and the session that it leads. Returns those alive at the
-    deadline."""
-    left = {root, *process.descendants(root), *_session(root)}
+def _title(member: ProcessId) -> str:
+    """What a process calls itself; empty when it is gone."""
+    try:
+        return " ".join(psutil.Process(member.pid).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+async def wait_gone(member: ProcessId) -> None:
+    """Until a process, which need not be a child, has ended. No polling."""
+    try:
+        fd = os.pidfd_open(member.pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+    loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
+    try:
+        if member.alive():  # else: the pid was someone else's already
+            await gone
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+async def end_tree(
+    root: ProcessId, deadline_mono_s: float, members: Iterable[ProcessId] = ()
+) -> list[ProcessId]:
+    """Kill a process, its descendants, the session that it leads and the known `members`.
+    Returns those alive at the deadline."""
+    left = {root, *members, *process.descendants(root), *_session(root)}
     while left and time.monotonic() < deadline_mono_s:
         # A process whose parent died is no descendant any more, but stays in the session.
         survivors = await process.kill_until_gone(left, deadline_mono_s)
@@ -81,7 +131,7 @@ async def end_tree(root: ProcessId, deadline_mono_s: float) -> list[ProcessId]:
 def _session(root: ProcessId) -> list[ProcessId]:
     """Living members of the session of `root`. The kernel gives no pid out again that names a
     session; a stranger with this pid means that the session is empty."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(ProcessLookupError):
         if abs(ProcessId.of(root.pid).start_time - root.start_time) >= 0.05:
             return []
     return process.session_members(root.pid)
@@ -122,9 +172,9 @@ class EngineRecords:
         ended = []
         for record in old.values():
             root = ProcessId(record["pid"], record["start_time"])
-            if root.alive():
-                ended.append(root.pid)
-                await end_tree(root, deadline_mono_s)
+            members = [ProcessId(pid, start_time) for pid, start_time in record["members"]]
+            ended += [m.pid for m in {root, *members} if m.alive()]
+            await end_tree(root, deadline_mono_s, members)
             remove_files(Path(record["scratch"]), map(Path, record["shared_memory"]))
         self._write()
         return ended

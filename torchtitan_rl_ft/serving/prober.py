@@ -17,6 +17,11 @@ from torchtitan_rl_ft.serving.verdict import (
     judge,
 )
 
+SUSPECT_DELAY_S = 1.0
+"""From one probe of a suspect to the next: a blip is not counted twice."""
+
+SHORTEST_PROBE_S = 1.5
+
 
 class Prober:
     """Watches one engine for its whole life; `watch` returns the reason when it is dead."""
@@ -38,14 +43,16 @@ class Prober:
             if health is Health.DEAD:
                 self._events.emit(Kind.FAULT, cause=reason, subject=engine.name)
                 return reason
-            if health is Health.DOUBTFUL and engine.state is EngineState.SERVING:
-                engine.move(EngineState.SUSPECT, reason)
+            if health is Health.DOUBTFUL:
+                engine.suspect(reason)
             elif health is Health.ALIVE and engine.state is EngineState.SUSPECT:
                 engine.clear_suspicion(reason)
 
     async def _pause(self, engine: Engine) -> bool:
-        """Until the next look is due, or somebody asks for it. A suspect is asked at once."""
+        """Until the next look is due, or somebody asks for it. A suspect is asked soon."""
         if engine.state is EngineState.SUSPECT:
+            since_s = self._clock() - engine.history.probed_mono_s
+            await asyncio.sleep(max(0.0, SUSPECT_DELAY_S - since_s))
             return True
         try:
             async with asyncio.timeout(self._limits.interval_s):
@@ -60,8 +67,13 @@ class Prober:
             if engine.state not in PROBED:  # an install was first
                 return Health.UNWATCHED, f"{engine.state} meanwhile"
             fault = ""
+            engine.history.probed_mono_s = self._clock()
+            limit_s = self._limits.timeout_s
+            if engine.history.failures:
+                # It had the whole time once; a healthy answer takes 1 s.
+                limit_s = min(limit_s, max(SHORTEST_PROBE_S, limit_s / 2))
             try:
-                await engine.client.probe(self._limits.timeout_s)
+                await engine.client.probe(limit_s)
             except Exception as e:  # whatever is wrong with an answer, it is no sign of life
                 fault = str(e) or type(e).__name__
             verdict = judge(self._observe(engine, fault), self._limits)

@@ -11,12 +11,21 @@ from typing import Protocol, TypeVar
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
+from torchtitan_rl_ft.serving.engine_client import (
+    EngineRefused,
+    EngineTimeout,
+    EngineUnreachable,
+)
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Sample
 
-MAX_TRIES = 4
+MAX_FAILURES = 4
+MAX_ABORTS = 16
+"""Aborted samples are generated anew; in pause mode `abort` every publish aborts."""
+
 ABORTED = "abort"
+RETRIED_STATUSES = frozenset({408, 429})
+"""Client errors that speak of the engine's load, not of the request."""
 
 
 class RequestRejected(Exception):
@@ -24,7 +33,12 @@ class RequestRejected(Exception):
 
 
 class RequestFailed(Exception):
-    """No engine answered within the caller's limit or the number of tries."""
+    """No engine answered within the caller's limit or the number of tries. `tried`: an engine was
+    asked, so the request itself may be what engines fail on."""
+
+    def __init__(self, message: str, tried: bool) -> None:
+        super().__init__(message)
+        self.tried = tried
 
 
 class EngineGone(Exception):
@@ -81,37 +95,37 @@ class Router:
         end = self._clock() + request.timeout_s
         done: dict[int, Sample] = {}
         avoid: set[int] = set()
-        fault = "no engine serves"
-        for _ in range(MAX_TRIES):
+        fault: str | None = "no engine serves"
+        failures = aborts = 0
+        while failures < MAX_FAILURES and aborts < MAX_ABORTS:
             engine = await self._pick(avoid, end)
             if engine is None:
                 break
             missing = [i for i in range(request.n) if i not in done]
             try:
                 samples = await self._ask(engine, request, missing, end)
-            except (EngineUnreachable, EngineGone, AnswerInvalid) as e:
-                fault = str(e)
-                self._note(engine, request, fault)
-                avoid.add(engine.slot)
-                continue
             except EngineRefused as e:
-                if 400 <= e.status < 500 and e.status not in (408, 429):
+                if 400 <= e.status < 500 and e.status not in RETRIED_STATUSES:
                     raise RequestRejected(e.message) from e
                 fault = f"{engine.name}: {e}"
-                self._note(engine, request, fault)
-                avoid.add(engine.slot)
+            except (EngineUnreachable, EngineGone, AnswerInvalid) as e:
+                fault = str(e)
+                self._doubt(engine, e, end)
+            else:
+                fault = self._collect(samples, missing, done)
+                if fault is None:
+                    return [done[i] for i in range(request.n)]
+                aborts += 1
                 continue
-            for i, sample in zip(missing, samples, strict=True):
-                if sample.finish_reason == ABORTED:
-                    self.wasted_tokens += len(sample.output_ids)
-                else:
-                    done[i] = sample
-            if len(done) == request.n:
-                return [done[i] for i in range(request.n)]
-            fault = f"{engine.name} aborted {request.n - len(done)} samples"
+            failures += 1
+            avoid.add(engine.slot)
+            cause = f"request {request.request_id} goes to another engine: {fault}"
+            self._events.emit(Kind.WARN, cause=cause, subject=engine.name)
         raise RequestFailed(
             f"request {request.request_id}: {request.n - len(done)} of {request.n} samples not "
-            f"generated within {request.timeout_s:g} s and {MAX_TRIES} tries ({fault})"
+            f"generated within {request.timeout_s:g} s, after {failures} failures and {aborts} "
+            f"aborts ({fault})",
+            tried=failures + aborts > 0,
         )
 
     async def _pick(self, avoid: set[int], end: float) -> Engine | None:
@@ -148,11 +162,21 @@ class Router:
         engine.made_progress()
         return samples
 
-    def _note(self, engine: Engine, request: GenerateRequest, fault: str) -> None:
-        """A failed request is a reason to look at the engine now."""
-        self._events.emit(
-            Kind.WARN,
-            cause=f"request {request.request_id} goes to another engine: {fault}",
-            subject=engine.name,
-        )
-        engine.probe_asked.set()
+    def _collect(
+        self, samples: Sequence[Sample], missing: Sequence[int], done: dict[int, Sample]
+    ) -> str | None:
+        """Keep what is whole; returns what is not."""
+        aborted = 0
+        for i, sample in zip(missing, samples, strict=True):
+            if sample.finish_reason == ABORTED:
+                aborted += 1
+                self.wasted_tokens += len(sample.output_ids)
+            else:
+                done[i] = sample
+        return f"{samples[0].engine} aborted {aborted} samples" if aborted else None
+
+    def _doubt(self, engine: Engine, fault: Exception, end: float) -> None:
+        """A lost connection, or silence for the whole limit, is a reason to look at the engine;
+        a caller's own short limit is none."""
+        if not isinstance(fault, EngineTimeout) or end > self._clock():
+            engine.suspect(str(fault))

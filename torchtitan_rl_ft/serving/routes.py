@@ -79,7 +79,7 @@ class Routes:
         except RequestRejected as e:
             raise RequestError(400, str(e)) from e
         except RequestFailed as e:
-            raise RequestError(503, str(e)) from e
+            raise RequestError(502 if e.tried else 503, str(e)) from e
         return web.json_response({"samples": [s.to_json() for s in samples]})
 
     def _forget_old(self) -> None:

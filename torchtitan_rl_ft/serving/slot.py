@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 
 from torchtitan_rl_ft.config.sections import RolloutSection
-from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.host.process import describe
+from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
 from torchtitan_rl_ft.serving.changes import Changes
@@ -197,6 +197,7 @@ class Slot:
         exited = asyncio.create_task(engine.process.child.wait())
         tasks = {
             asyncio.create_task(_reason(self._keep_current(engine))),
+            asyncio.create_task(_reason(self._watch_workers(engine))),
             asyncio.create_task(_reason(self._shared.prober.watch(engine))),
         }
         reason = "serving ends"
@@ -251,11 +252,19 @@ class Slot:
         Raises Retire.
         """
         await self._come_up(engine)
+        engine.up.set()
         engine.move(EngineState.STALE, "up, holds no published version")
         while True:
             await self._shared.changes.wait_until(lambda: self._behind(engine), 3600.0)
             if (target := self._shared.target) is not None and self._behind(engine):
                 await self._install(engine, target)
+
+    async def _watch_workers(self, engine: Engine) -> str:
+        """The reason when a part of the engine is gone while its main process is up."""
+        await engine.up.wait()
+        reason = await engine.process.worker_gone()
+        self._shared.events.emit(Kind.FAULT, cause=reason, subject=engine.name)
+        return reason
 
     def _behind(self, engine: Engine) -> bool:
         """Whether the engine needs the target version. A suspect is cleared first."""
@@ -300,7 +309,7 @@ class Slot:
             engine.move(EngineState.STALE, f"version {release.version} is required")
         reason = ""
         for attempt in range(1, INSTALL_TRIES + 1):
-            async with engine.quiet:
+            async with self._quiet(engine):
                 engine.move(EngineState.INSTALLING, f"version {release.version}")
                 digest_before, engine.digest = engine.digest, None
                 try:
@@ -327,6 +336,20 @@ class Slot:
             await asyncio.sleep(INSTALL_RETRY_DELAY_S)
         raise Retire(reason)
 
+    @contextlib.asynccontextmanager
+    async def _quiet(self, engine: Engine) -> AsyncIterator[None]:
+        """No probe beside an install. Raises Retire when a probe holds on for too long."""
+        limit_s = self._shared.rollout.install_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.quiet.acquire()
+        except TimeoutError:
+            raise Retire(f"a probe did not end within {limit_s:g} s (install_timeout_s)") from None
+        try:
+            yield
+        finally:
+            engine.quiet.release()
+
     def _announce(self, engine: Engine, target: Target, took: Any) -> None:
         release = target.release
         self._shared.events.emit(
@@ -336,6 +359,7 @@ class Slot:
             slot=self.index,
             subject=engine.name,
             proof=target.proof.kind,
+            transport=self._shared.installer.transport,
             load_ms=round(took.load_s * 1000, 1),
             prove_ms=round(took.prove_s * 1000, 1),
             paused_ms=round(took.paused_s * 1000, 1),

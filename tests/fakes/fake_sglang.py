@@ -1,0 +1,444 @@
+"""An SGLang look-alike with a real worker process and faults on demand.
+
+Takes SGLang's command line. The "model" is a function of (prompt, weights, seed, position), so
+an answer shows which weights gave it. Tokens are computed in the worker: stop or kill it and the
+server goes on answering /health and nothing else, as the real one does.
+
+Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG_FAULTS (JSON):
+
+    slow_probe=S      /health_generate takes S seconds more
+    probe_status=N    /health_generate answers N at once
+    token_s=S         seconds per generated token
+    child_dead        the worker is killed, now
+    freeze            the worker is stopped, now
+    die_at="sync"     the server kills itself half-way through an update
+    freeze_at="sync"  the worker is stopped when an update begins: no answer to it
+    sync_status=N     an update answers N at once
+    lie_sync          an update answers success and loads nothing
+    half_sync         an update loads half the tensors and answers an error
+    stale_sync        an update loads half the tensors and answers success
+    no_flush          the prefix cache outlives an update: answers come from the old weights
+    no_version        answers have no version
+    reject=[ids]      400 on that prompt
+    poison=[ids]      the server kills itself on that prompt
+    drop_task=N       every N-th request fails with 500
+    die_at_start      exit code 3 before anything is served
+    orphan            the worker survives the server, in a session of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from safetensors.numpy import load_file
+
+CONTEXT_TOKENS = 512
+FAULTS_ENV = "FAKE_SGLANG_FAULTS"
+
+WORKER = """
+import hashlib, json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    text = json.dumps(asked["key"])
+    word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    print(json.dumps({"id": asked["id"], "word": word}), flush=True)
+"""
+BOUND = """
+import ctypes, os, signal
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+"""
+
+
+class Worker:
+    """The process that computes tokens."""
+
+    def __init__(self, outlives_parent: bool) -> None:
+        self._process = subprocess.Popen(
+            ["sglang::scheduler", "-c", ("" if outlives_parent else BOUND) + WORKER],
+            executable=sys.executable,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=outlives_parent,
+        )
+        self._waiting: dict[str, asyncio.Future[int]] = {}
+
+    async def open(self) -> None:
+        assert self._process.stdout is not None
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+        self._reading = asyncio.create_task(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            answer = json.loads(line)
+            if future := self._waiting.pop(answer["id"], None):
+                future.set_result(answer["word"])
+
+    async def word(self, *key: Any) -> int:
+        """A number that depends on `key`; never, when the worker is dead or stopped."""
+        assert self._process.stdin is not None
+        task = uuid.uuid4().hex
+        self._waiting[task] = asyncio.get_running_loop().create_future()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"id": task, "key": key}).encode() + b"\n")
+            self._process.stdin.flush()
+        return await self._waiting[task]
+
+    def send(self, signum: signal.Signals) -> None:
+        self._process.send_signal(signum)
+
+
+def load_parameters(path: Path) -> dict[str, np.ndarray]:
+    """A Hugging Face folder as SGLang's parameters."""
+    tied = json.loads((path / "config.json").read_bytes()).get("tie_word_embeddings")
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    fused = (("q_proj", "k_proj", "v_proj"), "qkv_proj"), (("gate_proj", "up_proj"), "gate_up_proj")
+    for parts, whole in fused:
+        for name in [n for n in tensors if parts[0] in n]:
+            names = [name.replace(parts[0], p) for p in parts]
+            tensors[name.replace(parts[0], whole)] = np.concatenate([tensors.pop(n) for n in names])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            rows = -len(tensors[name]) % 64
+            tensors[name] = np.pad(tensors[name], ((0, rows), (0, 0)))
+    return tensors
+
+
+class FakeEngine:
+    def __init__(self, model_path: Path, faults: dict[str, Any]) -> None:
+        self.model_path = model_path
+        self.vocabulary = json.loads((model_path / "config.json").read_bytes())["vocab_size"]
+        self.parameters = load_parameters(model_path)
+        self.version = "default"
+        self.faults = faults
+        self.boot = uuid.uuid4().hex
+        self.paused = ""
+        self.go = asyncio.Event()
+        self.go.set()
+        self.running = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.abort = asyncio.Event()
+        self.requests = 0
+        self.calls: list[tuple[float, str]] = []
+        self.worker = Worker(bool(faults.get("orphan")))
+        self.cached = self.weights_hash()
+
+    def weights_hash(self) -> str:
+        digest = hashlib.sha256()
+        for name in sorted(self.parameters):
+            digest.update(self.parameters[name].tobytes())
+        return digest.hexdigest()[:16]
+
+    # Generation -----------------------------------------------------------------------------
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        try:
+            prompts, parameters = self._checked(body)
+        except ValueError as e:
+            return error(400, str(e))
+        self.requests += 1
+        every = self.faults.get("drop_task")
+        if every and self.requests % every == 0:
+            return web.Response(status=500, text="Internal Server Error")
+        if prompts[0] == self.faults.get("poison"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        await self.go.wait()
+        self.running += 1
+        self.idle.clear()
+        try:
+            samples = await asyncio.gather(*map(self._sample, prompts, parameters))
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.idle.set()
+        single = isinstance(body["input_ids"][0], int) and len(samples) == 1
+        return web.json_response(samples[0] if single else samples)
+
+    def _checked(self, body: dict[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        ids = body.get("input_ids")
+        if ids is None:
+            raise ValueError("Either text, input_ids or input_embeds should be provided.")
+        if not ids:
+            raise ValueError("input_ids cannot be empty.")
+        prompts = [ids] if isinstance(ids[0], int) else ids
+        given = body.get("sampling_params") or {}
+        parameters = [given] * len(prompts) if isinstance(given, dict) else given
+        n = parameters[0].get("n", 1)
+        for prompt, p in zip(prompts, parameters, strict=True):
+            if len(prompt) >= CONTEXT_TOKENS:
+                raise ValueError("The input is longer than the model's context length.")
+            if prompt == self.faults.get("reject"):
+                raise ValueError("this prompt is rejected")
+            if p.get("temperature", 1.0) < 0:
+                raise ValueError("temperature must be a non-negative finite number")
+            if unknown := p.keys() - KNOWN_SAMPLING:
+                raise ValueError(f"unknown field `{min(unknown)}`")
+        return prompts * n, parameters * n
+
+    async def _sample(self, prompt: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
+        started = time.monotonic()
+        seed = parameters.get("sampling_seed", 42)
+        output: list[int] = []
+        logprobs: list[float] = []
+        spans: list[dict[str, Any]] = []
+        limit = parameters.get("max_new_tokens", 128)
+        stops = {2, *parameters.get("stop_token_ids", [])}
+        finish: dict[str, Any] = {"type": "length", "length": limit}
+        while len(output) < limit:
+            await asyncio.sleep(self.faults.get("token_s", 0))
+            if not self.go.is_set():
+                if self.paused == "abort":
+                    finish = {"type": "abort", "message": "Aborted", "status_code": None}
+                    break
+                await self.go.wait()
+            word = await self.worker.word(prompt, self.cached, seed, len(output))
+            token = word % self.vocabulary
+            if parameters.get("ignore_eos") and token in stops:
+                token = self.vocabulary - 1
+            output.append(token)
+            logprobs.append(math.log((1 + word % 1000) / 1001))
+            if not spans or spans[-1]["version"] != self.version:
+                spans.append({"version": self.version, "start": len(output) - 1, "end": 0})
+            spans[-1]["end"] = len(output)
+            if token in stops and not parameters.get("ignore_eos"):
+                finish = {"type": "stop", "matched": token}
+                break
+        meta = {
+            "id": uuid.uuid4().hex,
+            "finish_reason": finish,
+            "prompt_tokens": len(prompt),
+            "weight_version": self.version,
+            "num_retractions": 0,
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, output, strict=True)],
+            "output_token_logprobs_length": len(output),
+            "reasoning_tokens": 0,
+            "completion_tokens": len(output),
+            "cached_tokens": 0,
+            "weight_versions": spans or [{"version": self.version, "start": 0, "end": 0}],
+            "cached_tokens_details": None,
+            "dp_rank": None,
+            "e2e_latency": time.monotonic() - started,
+            "response_sent_to_client_ts": time.time(),
+        }
+        if self.faults.get("no_version"):
+            del meta["weight_version"], meta["weight_versions"]
+        return {"text": " ".join(map(str, output)), "output_ids": output, "meta_info": meta}
+
+    async def abort_request(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    # Health ---------------------------------------------------------------------------------
+
+    async def health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        if status := self.faults.get("probe_status"):
+            return web.Response(status=status)
+        await asyncio.sleep(1.0 + self.faults.get("slow_probe", 0))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(20):
+                await self.go.wait()
+                await self.worker.word("probe")
+                return web.Response()
+        return web.Response(status=503)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        info = {
+            "model_path": str(self.model_path),
+            "served_model_name": str(self.model_path),
+            "tokenizer_path": str(self.model_path),
+            "is_generation": True,
+            "weight_version": self.version,
+            "load_format": "auto",
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+        }
+        if self.faults.get("no_version"):
+            del info["weight_version"]
+        return web.json_response(info)
+
+    # Weights --------------------------------------------------------------------------------
+
+    async def pause(self, request: web.Request) -> web.Response:
+        mode = (await request.json()).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            return web.json_response(
+                {"object": "error", "message": "Input should be a mode", "code": 400}, status=400
+            )
+        self.paused = mode
+        self.go.clear()
+        if mode == "abort":
+            await self.idle.wait()
+        return status_ok("Generation paused successfully.")
+
+    async def resume(self, request: web.Request) -> web.Response:
+        self.paused = ""
+        self.go.set()
+        return status_ok("Generation continued successfully.")
+
+    async def update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if status := self.faults.get("sync_status"):
+            return web.Response(status=status, text="Internal Server Error")
+        if self.faults.get("freeze_at") == "sync":
+            self.worker.send(signal.SIGSTOP)
+            await self.worker.word("update")
+        if not self.paused:
+            await self.idle.wait()
+        path = Path(body["model_path"])
+        if not (path / "config.json").is_file():
+            return updated(False, f"Failed to get weights iterator: {path}")
+        if self.faults.get("lie_sync"):
+            self.version = body.get("weight_version") or self.version
+            return updated(True, "Succeeded to update model weights.")
+        new = load_parameters(path)
+        half = self.faults.get("half_sync") or self.faults.get("stale_sync")
+        for i, name in enumerate(sorted(new)):
+            if new[name].shape != self.parameters[name].shape:
+                return updated(False, f"Failed to update weights: {name} has another shape")
+            if half and i >= len(new) // 2:
+                break
+            if self.faults.get("die_at") == "sync" and i >= len(new) // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.parameters[name] = new[name]
+        if self.faults.get("half_sync"):
+            return updated(False, "Failed to update weights: half of them.")
+        self.version = body.get("weight_version") or self.version
+        if body.get("flush_cache", True) and self.running and self.paused == "in_place":
+            return updated(False, "Weights were updated, but the cache was not flushed")
+        if not self.faults.get("no_flush"):
+            self.cached = self.weights_hash()
+        self.model_path = path
+        return updated(True, "Succeeded to update model weights.")
+
+    async def check_weights(self, request: web.Request) -> web.Response:
+        action = (await request.json()).get("action")
+        if action != "checksum":
+            message = f"Unsupported action={action!r}"
+            return web.json_response({"success": False, "message": message}, status=400)
+        sums = {
+            n: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16]
+            for n, a in self.parameters.items()
+        }
+        digest = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+        rank = {"checksums": sums, "per_gpu_checksum": digest, "parallelism_info": [{"rank": 0}]}
+        return web.json_response(
+            {
+                "success": True,
+                "message": "Success.",
+                "ranks": [rank],
+                "per_engine_checksum": digest,
+            }
+        )
+
+    async def flush(self, request: web.Request) -> web.Response:
+        self.cached = self.weights_hash()
+        return web.Response(text="Cache flushed.\n")
+
+    # Faults ---------------------------------------------------------------------------------
+
+    async def set_fault(self, request: web.Request) -> web.Response:
+        given = await request.json()
+        self.faults.update(given)
+        if given.get("child_dead"):
+            self.worker.send(signal.SIGKILL)
+        if "freeze" in given:
+            self.worker.send(signal.SIGSTOP if given["freeze"] else signal.SIGCONT)
+        return web.json_response({"boot": self.boot, "requests": self.requests})
+
+    async def log(self, request: web.Request) -> web.Response:
+        """Every call so far: (monotonic seconds, path)."""
+        return web.json_response(self.calls)
+
+    def app(self) -> web.Application:
+        @web.middleware
+        async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+            self.calls.append((time.monotonic(), request.path))
+            return await handler(request)
+
+        app = web.Application(middlewares=[note], client_max_size=1 << 28)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/health_generate", self.health_generate)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort_request)
+        app.router.add_post("/pause_generation", self.pause)
+        app.router.add_post("/continue_generation", self.resume)
+        app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_post("/weights_checker", self.check_weights)
+        app.router.add_post("/flush_cache", self.flush)
+        app.router.add_post("/fault", self.set_fault)
+        app.router.add_get("/calls", self.log)
+        return app
+
+
+KNOWN_SAMPLING = {
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "sampling_seed",
+    "ignore_eos",
+    "stop_token_ids",
+    "min_p",
+}
+
+
+def error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+def status_ok(message: str) -> web.Response:
+    return web.json_response({"message": message, "status": "ok"})
+
+
+def updated(success: bool, message: str) -> web.Response:
+    body = {"success": success, "message": message, "num_paused_requests": 0}
+    return web.json_response(body, status=200 if success else 400)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", type=Path, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    args, _ = parser.parse_known_args()
+    faults = json.loads(os.environ.get(FAULTS_ENV, "{}"))
+    if faults.get("die_at_start"):
+        sys.exit(f"fake engine: cannot start from {args.model_path}")
+    engine = FakeEngine(args.model_path, faults)
+    await engine.worker.open()
+    runner = web.AppRunner(engine.app(), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,159 @@
+"""The real serving service over fake engines, in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from policies import token_of, write_policy
+
+from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.launch import HOST, Launch, free_ports, make_scratch
+from torchtitan_rl_ft.serving.router import GenerateRequest
+from torchtitan_rl_ft.serving.service import ServingService
+from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
+from torchtitan_rl_ft.weights.proof import EngineLayout
+
+FAKE = Path(__file__).with_name("fake_sglang.py")
+
+
+@dataclass
+class FakeLauncher:
+    """Starts fake engines. `faults[slot]` is a list: faults of the first start, the second, ..."""
+
+    model: Path
+    folder: RunFolder
+    faults: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+
+    def prepare(self, slot: int) -> Launch:
+        start = self.starts[slot] = self.starts.get(slot, 0) + 1
+        given = self.faults.get(slot, [])
+        faults = given[min(start, len(given)) - 1] if given else {}
+        port = free_ports(1)[0]
+        argv = [sys.executable, str(FAKE), "--model-path", str(self.model), "--port", str(port)]
+        env = {**os.environ, "FAKE_SGLANG_FAULTS": json.dumps(faults)}
+        return Launch(argv, env, f"http://{HOST}:{port}", make_scratch(self.folder, slot))
+
+
+@dataclass
+class Pool:
+    service: ServingService
+    events: EventList
+    folder: RunFolder
+    model: Path
+    http: aiohttp.ClientSession
+    launcher: FakeLauncher
+
+    async def publish(
+        self, step: int, *, wait: str = "all", deadline_s: float = 20.0, **policy: Any
+    ) -> tuple[int, list[int]]:
+        """Publish once every slot has an engine that is up, or is given up."""
+        await self.until(lambda: not {"starting", "retired"} & set(self.working_states()))
+        path, digest = write_policy(self.folder.weights, self.model, step, **policy)
+        return await self.service.publish(
+            step, policy.get("token") or token_of(step), path, digest, wait, deadline_s
+        )
+
+    async def generate(self, name: str = "r", **fields: Any) -> list[Any]:
+        request = {
+            "request_id": name,
+            "input_ids": [3, 4, 5],
+            "n": 2,
+            "sampling": {"max_new_tokens": 8, "ignore_eos": True},
+            "seeds": None,
+            "timeout_s": 20.0,
+            **fields,
+        }
+        return await self.service.generate(GenerateRequest(**request))
+
+    async def fault(self, slot: int, **faults: Any) -> dict[str, Any]:
+        engine = self.service.pool.slots[slot].engine
+        assert engine is not None
+        async with self.http.post(engine.client.url + "/fault", json=faults) as r:
+            return await r.json()
+
+    async def calls(self, slot: int) -> list[tuple[float, str]]:
+        engine = self.service.pool.slots[slot].engine
+        assert engine is not None
+        async with self.http.get(engine.client.url + "/calls") as r:
+            return [(at, path) for at, path in await r.json()]
+
+    def states(self) -> list[str]:
+        return [e["state"] for e in self.service.status()["engines"]]
+
+    def working_states(self) -> list[str]:
+        return [e["state"] for e in self.service.status()["engines"] if not e["given_up"]]
+
+    def moves(self, slot: int) -> list[str]:
+        """New states of a slot's engines, in order."""
+        return [
+            e["new"]
+            for e in self.events.events
+            if e["kind"] == "transition" and e["subject"] == f"engine-{slot}"
+        ]
+
+    def seen(self, kind: str, **fields: Any) -> list[dict[str, Any]]:
+        return [
+            e
+            for e in self.events.events
+            if e["kind"] == kind and all(e.get(k) == v for k, v in fields.items())
+        ]
+
+    async def until(self, predicate: Any, timeout_s: float = 15.0) -> float:
+        """Seconds until `predicate()` holds."""
+        start = time.monotonic()
+        if not await self.service._changes.wait_until(predicate, timeout_s):
+            raise AssertionError(f"not within {timeout_s} s: {self.service.status()}")
+        return time.monotonic() - start
+
+
+@asynccontextmanager
+async def open_pool(
+    run: Path,
+    model: Path,
+    *,
+    faults: dict[int, list[dict[str, Any]]] | None = None,
+    seeded: bool = True,
+    **rollout: Any,
+) -> AsyncIterator[Pool]:
+    """A service over `engines` fake engines, open."""
+    folder = RunFolder(run)
+    settings = RolloutSection(
+        **{
+            "engines": 2,
+            "install_timeout_s": 5.0,
+            "request_timeout_s": 10.0,
+            "engine_start_timeout_s": 15.0,
+            "cleanup_timeout": 5.0,
+            **rollout,
+        }
+    )
+    events = EventList()
+    launcher = FakeLauncher(model, folder, faults or {})
+    async with aiohttp.ClientSession() as http:
+        service = ServingService(
+            settings,
+            folder,
+            events,
+            launcher,
+            EngineLayout("float32", 1, cpu_hash),
+            http,
+            model_path=model,
+            seeded=seeded,
+        )
+        await service.open()
+        try:
+            yield Pool(service, events, folder, model, http, launcher)
+        finally:
+            await service.close()
