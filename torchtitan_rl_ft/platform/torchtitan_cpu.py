@@ -50,9 +50,11 @@ def install() -> None:
     module = _cpu_module()
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
     original = torch._utils._get_device_module
-    torch._utils._get_device_module = (  # type: ignore[assignment]
-        lambda device_type: module if device_type == "cpu" else original(device_type)
-    )
+
+    def device_module(device_type: str) -> Any:
+        return module if device_type == "cpu" else original(device_type)
+
+    torch._utils._get_device_module = device_module  # type: ignore[assignment]
     for name, loaded in list(sys.modules.items()):
         if name.startswith("torchtitan.") and loaded is not None:
             if hasattr(loaded, "device_type"):

@@ -22,7 +22,7 @@ class ChatTemplate:
             env = ImmutableSandboxedEnvironment(
                 trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
             )
-            env.globals["raise_exception"] = _refuse
+            env.globals["raise_exception"] = _refuse  # type: ignore[assignment]
             try:
                 self._template = env.from_string(template)
             except TemplateError as e:

@@ -69,7 +69,7 @@ class PolicyLoss(BaseLoss):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.config = config
-        self.fn = self._token_losses
+        self.fn = self._token_losses  # type: ignore[assignment]  # typed for one loss tensor
         self._maybe_compile(compile_config)
         self._stats: torch.Tensor | None = None
 
