@@ -337,6 +337,40 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path) ->
         assert journal.audit().ok
 
 
+def test_a_write_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    """The operating system's own limit, in a process of its own, as a full disk would be met."""
+    code = textwrap.dedent(
+        """
+        import resource, sys
+        sys.path.insert(0, sys.argv[2])
+        from pathlib import Path
+        from journal_cases import accept, issue, make_batch
+        from torchtitan_rl_ft.journal.errors import JournalWriteError
+        from torchtitan_rl_ft.journal.store import Journal
+        from torchtitan_rl_ft.observability.events import EventList
+        journal = Journal.open(Path(sys.argv[1]), events=EventList())
+        ids = issue(journal, 2)
+        accept(journal, ids)
+        size = 600_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        try:
+            journal.seal(make_batch(ids, samples_per_group=9000), ids)
+        except JournalWriteError as e:
+            print(e)
+        assert journal.plan == {} and len(journal.accepted()) == 2
+        journal.drop(ids[0], "small enough")
+        """
+    )
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", code, str(tmp_path / "journal"), here]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "cannot write" in done.stdout and "journal.sqlite" in done.stdout
+    with reopen(tmp_path) as journal:
+        assert journal.counts()["dropped"] == {"small enough": 1}
+        assert journal.audit().ok
+
+
 def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("a file in the way")
     with pytest.raises(JournalWriteError, match="cannot create .*journal"):
