@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -38,9 +37,11 @@ def load(key: str, spec: str, context: PluginContext) -> Any:
             raise ConfigError(f"{key} = {spec!r}: only a class takes options, not a function")
         return found
     options = dict(parse_qsl(query, keep_blank_values=True))
-    made_by: Callable[[PluginContext], Any] = found
+    plugin_class: Any = found
     try:
-        return made_by(PluginContext(context.seed, context.tokenizer, context.model_path, options))
+        return plugin_class(
+            PluginContext(context.seed, context.tokenizer, context.model_path, options)
+        )
     except Exception as e:  # as above
         raise ConfigError(f"{key} = {spec!r}: {_text(e)}") from e
 
