@@ -56,12 +56,6 @@ class VersionStore:
         self._write()
         return release
 
-    def renew(self, release: Release) -> Release:
-        """An old release once more, under the next number: the state that it holds is current
-        again."""
-        self._releases.remove(release)
-        return self.add(release.step, release.token, Path(release.path), release.manifest_digest)
-
     def prune(self, needed: Iterable[int]) -> list[Release]:
         """Forget releases that are neither among the newest nor `needed`, and remove their
         folders. A folder outside the run's own weights is left alone."""
