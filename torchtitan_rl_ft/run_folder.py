@@ -24,7 +24,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-
 TOKEN_ENV = "TORCHTITAN_RL_FT_TOKEN"
 RUN_ENV = "TORCHTITAN_RL_FT_RUN"
 ATTEMPT_ENV = "TORCHTITAN_RL_FT_ATTEMPT"

@@ -56,7 +56,9 @@ def make_app(token: str, routes: list[web.RouteDef]) -> web.Application:
     return app
 
 
-async def start(app: web.Application, host: str = "127.0.0.1", port: int = 0) -> tuple[str, web.AppRunner]:
+async def start(
+    app: web.Application, host: str = "127.0.0.1", port: int = 0
+) -> tuple[str, web.AppRunner]:
     """Bind and serve; returns (url, runner). `port=0` takes a free one.
 
     Raises OSError when the port is in use.
