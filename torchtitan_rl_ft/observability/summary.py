@@ -15,6 +15,10 @@ FIRST_LAST_STEPS = 5
 """Steps over which the first and the last reward are averaged."""
 
 
+MAX_FAULT_LINES = 8
+"""Kinds of faults that the summary lists."""
+
+
 @dataclass(frozen=True)
 class Summary:
     outcome: str
@@ -119,7 +123,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("lost", _lost_text(summary.ettr)),
         ("transport", summary.transport),
         ("dropped", f"{summary.dropped} prompt groups or batches"),
-        ("faults", "; ".join(_count(k, n) for k, n in summary.faults.items()) or "none"),
+        *_fault_rows(summary.faults),
         ("run folder", run_folder),
     ]
     return lines + [f"{name:<11}{text}" for name, text in rows]
@@ -162,5 +166,10 @@ def _lost_text(value: Ettr | None) -> str:
     return f"{value.lost_s:.1f} s to faults; an undisturbed step takes {value.step_s:.2f} s"
 
 
-def _count(text: str, n: int) -> str:
-    return text if n == 1 else f"{text} (x{n})"
+def _fault_rows(faults: Mapping[str, int]) -> list[tuple[str, str]]:
+    """A line per kind of fault, the label on the first."""
+    lines = [text if n == 1 else f"{text} (x{n})" for text, n in faults.items()]
+    more = len(lines) - MAX_FAULT_LINES
+    if more > 0:
+        lines[MAX_FAULT_LINES:] = [f"and {more} more, see events.jsonl"]
+    return [("faults" if i == 0 else "", line) for i, line in enumerate(lines or ["none"])]
