@@ -142,23 +142,30 @@ class Clock:
 def test_plain_lines_are_one_per_step_and_phase():
     clock, said = Clock(), []
     reporter = PlainReporter(said.append, clock)
-    made = view(RUN, spawn("trainer-0"), spawn("trainer-1"))
+    made = view(RUN)
     for _ in range(3):
-        reporter.update(made, [])
+        reporter.update(made, [], [])
     clock.now_s = PHASE_REPEAT_S + 2
-    reporter.update(made, [])
-    reporter.update(made, [])
+    reporter.update(made, [], [])
+    reporter.update(made, [], [])
     made.add_event(line(Kind.COMMIT, "rollout", step=1))
-    reporter.update(made, [])  # its metrics are not there yet
-    made.add_metrics({"step": 1, "reward/mean": 0.25, "policy_age/mean": 0, "time/step_s": 1.5})
-    reporter.update(made, ["serving ended"])
-    reporter.update(made, [])
+    reporter.update(made, ["serving ended"], ["step 1", "step 2"])
+    reporter.update(made, [], [])
     assert said == [
         "engines starting",
         "engines starting 12 s",
         "serving ended",
-        "step 1/8  reward 0.250  policy age 0.0  groups 2/2  engines 0/2  1.50 s",
+        "step 1",
+        "step 2",
     ]
+
+
+def test_step_line():
+    made = view(RUN, spawn("trainer-0"), spawn("trainer-1"), engine(0, "serving"))
+    made.add_metrics({"step": 1, "reward/mean": 0.25, "policy_age/mean": 0, "time/step_s": 1.5})
+    assert step_line(made) == (
+        "step 1/8  reward 0.250  policy age 0.0  groups 2/2  engines 1/2  1.50 s"
+    )
 
 
 def test_notices():
@@ -176,15 +183,21 @@ def test_console_shows_what_the_files_say(tmp_path, terminal, capsys):
     folder = RunFolder(tmp_path)
     out = io.StringIO()
     rich_console = Console(file=out, force_terminal=terminal, width=100)
-    console = ProgressConsole(folder, RunView(8, 1, 1), rich_console)
     log = EventLog(folder.events, run="r", role="supervisor", name="supervisor")
-    log.emit(Kind.RUN, phase="start")
-    log.emit(Kind.COMMIT, step=1)
-    folder.metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
+    log.emit(Kind.FAULT, cause="in an earlier life")
+    folder.metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.1}) + "\n")
+    log.emit(Kind.RUN, phase="resume")
+    console = ProgressConsole(folder, RunView(8, 1, 1), rich_console)
+    log.emit(Kind.FAULT, cause="too   hot\nand more")
+    log.emit(Kind.COMMIT, step=2)
+    with open(folder.metrics, "a") as f:
+        f.write(json.dumps({"step": 2, "reward/mean": 0.5}) + "\n")
     console.poll()
     console._reporter.close()
     shown = out.getvalue() if terminal else capsys.readouterr().out
-    assert "step 1/8" in shown and "reward 0.500" in shown
+    assert "step 2/8" in shown and "reward 0.500" in shown
+    assert "fault: supervisor: too hot" in shown
+    assert "earlier life" not in shown and "step 1/8" not in shown
 
 
 def test_step_line_leaves_out_what_is_not_known():

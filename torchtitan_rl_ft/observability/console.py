@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.observability.events import Kind, first_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.reward_curve import sparkline
 from torchtitan_rl_ft.observability.run_view import RunView
@@ -25,8 +25,8 @@ PHASE_REPEAT_S = 10.0
 
 
 def step_line(view: RunView) -> str:
-    """The committed step in one line."""
-    parts = [f"step {view.step}/{view.total_steps}"]
+    """The step that was committed last in one line."""
+    parts = [f"step {view.metrics.get('step', view.step)}/{view.total_steps}"]
     for label, key, form in (
         ("reward", "reward/mean", ".3f"),
         ("policy age", "policy_age/mean", ".1f"),
@@ -43,7 +43,7 @@ def step_line(view: RunView) -> str:
 
 def notice(line: Mapping[str, Any]) -> str | None:
     """An event worth a line of its own, else None."""
-    data, cause = line.get("data", {}), str(line.get("cause", "")).split("\n")[0]
+    data, cause = line.get("data", {}), first_line(line.get("cause"))
     subject = data.get("subject", line.get("name"))
     kind = line.get("kind")
     if kind == Kind.EXIT and line.get("phase") == "fault":
@@ -60,20 +60,14 @@ class PlainReporter:
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._write, self._clock = write, clock
-        self._step = 0
         self._phase, self._phase_since_s, self._said_s = "", 0.0, 0.0
 
-    def update(self, view: RunView, notices: list[str]) -> None:
-        for text in notices:
+    def update(self, view: RunView, notices: list[str], steps: list[str]) -> None:
+        for text in [*notices, *steps]:
             self._write(text)
-        now_s = self._clock()
-        if view.step > 0:
-            # Its metrics follow the commit in a file of their own.
-            if view.step != self._step and view.metrics.get("step", 0) >= view.step:
-                self._step = view.step
-                self._write(step_line(view))
+        if view.commits > 0:
             return
-        phase = view.phase()
+        now_s, phase = self._clock(), view.phase()
         if phase != self._phase:
             self._phase, self._phase_since_s, self._said_s = phase, now_s, now_s
             self._write(phase)
@@ -94,7 +88,7 @@ class LiveReporter:
         self._live.start()
         self._phase, self._phase_since_s = "", clock()
 
-    def update(self, view: RunView, notices: list[str]) -> None:
+    def update(self, view: RunView, notices: list[str], steps: list[str]) -> None:
         for text in notices:
             self._console.print(Text(text, style="yellow"))
         if (phase := view.phase()) != self._phase:
@@ -110,7 +104,7 @@ class LiveReporter:
             f"{view.elapsed_s(now_s):.0f} s",
         )
         state = f"{self._phase} {now_s - self._phase_since_s:.0f} s"
-        if view.step > 0:
+        if view.commits > 0:
             state = step_line(view).split("  ", 1)[1]
         width = max(10, min(60, self._console.width - 12))
         return Group(head, Text(state), Text(sparkline(view.rewards, width), style="cyan"))
@@ -120,7 +114,7 @@ class LiveReporter:
 
 
 class ProgressConsole:
-    """Follows the files of a run until it is told to stop."""
+    """Follows the files of a run from now on until it is told to stop."""
 
     def __init__(
         self,
@@ -136,17 +130,23 @@ class ProgressConsole:
             self._reporter = LiveReporter(console, clock)
         else:
             self._reporter = PlainReporter(lambda text: print(text, flush=True), clock)
+        self._read()  # what earlier lives of the run have left is known, not shown
 
     def poll(self) -> None:
         """Take in what was written since the last call and show it."""
-        notices = []
+        self._reporter.update(self._view, *self._read())
+
+    def _read(self) -> tuple[list[str], list[str]]:
+        """The notices and the steps that are new."""
+        notices, steps = [], []
         for line in self._events.read():
             self._view.add_event(line)
             if (text := notice(line)) is not None:
                 notices.append(text)
         for row in self._metrics.read():
             self._view.add_metrics(row)
-        self._reporter.update(self._view, notices)
+            steps.append(step_line(self._view))
+        return notices, steps
 
     async def follow(self) -> None:
         """Poll until cancelled."""

@@ -136,6 +136,12 @@ class EventList:
         self.events.append({"kind": kind, **fields})
 
 
+def first_line(cause: Any) -> str:
+    """A cause for one line of text: its first line, blanks run together."""
+    lines = str(cause or "").strip().splitlines()
+    return " ".join(lines[0].split()) if lines else ""
+
+
 def read_events(path: Path) -> Iterator[Event]:
     """Events of a file in order. A torn last line (no newline, or not JSON) ends the iteration."""
     known = Event.__dataclass_fields__

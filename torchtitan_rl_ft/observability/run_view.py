@@ -32,6 +32,7 @@ class RunView:
     engines: int
     started_mono_s: float | None = None
     step: int = 0
+    commits: int = 0  # in this life of the run
     batches_sealed: int = 0
     version: int | None = None
     work_begun: bool = False
@@ -69,6 +70,7 @@ class RunView:
             self.version = line["version"]
         elif kind in (Kind.COMMIT, Kind.SUPERSEDE):
             self.step = int(data["to_step"] if kind == Kind.SUPERSEDE else line.get("step", 0))
+            self.commits += kind == Kind.COMMIT
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         self.metrics = dict(row)
@@ -86,7 +88,7 @@ class RunView:
             return
         self.started_mono_s, self.outcome = mono_s, None
         self.processes, self.engine_states, self.engines_proved = {}, {}, set()
-        self.work_begun, self.batches_sealed = False, 0
+        self.work_begun, self.batches_sealed, self.commits = False, 0, 0
 
     def _exit(self, line: Mapping[str, Any], subject: str) -> None:
         process = self.processes.setdefault(subject, Process())
@@ -121,7 +123,7 @@ class RunView:
         """What the run is waiting for before its first commit; afterwards "training"."""
         if self.outcome is not None:
             return self.outcome
-        if self.step > 0:
+        if self.commits > 0:
             return "training"
         up = [s for s in self.engine_states.values() if s != STARTING]
         if not up:

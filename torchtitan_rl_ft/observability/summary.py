@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Ettr, ettr, last_life
-from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 
 FIRST_LAST_STEPS = 5
@@ -103,8 +103,8 @@ def _faults(life: Sequence[Event]) -> Counter[str]:
     found: Counter[str] = Counter()
     for event in life:
         subject = event.data.get("subject", event.name)
-        if event.kind is Kind.EXIT and event.phase == "fault" or event.kind is Kind.FAULT:
-            found[f"{subject}: {event.cause}"] += 1
+        if event.kind is Kind.FAULT or (event.kind is Kind.EXIT and event.phase == "fault"):
+            found[f"{subject}: {first_line(event.cause)}"] += 1
         elif event.kind is Kind.REFUSE:
             found["refused commits"] += 1
     return found
