@@ -29,14 +29,14 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def main() -> int:
-    commit = RLFaultTolerantTrainer._commit
+    committed = RLFaultTolerantTrainer.committed
 
     def probed(self, *args, **kwargs):
-        commit(self, *args, **kwargs)
+        committed(self, *args, **kwargs)
         state = self.state.state_dict()
         line = {
-            "step": self.committed_step,
-            "token": self.history,
+            "step": self.lineage.step,
+            "token": self.lineage.token,
             "parameters": digest(state["parameters"]),
             "optimizer": digest(
                 {
@@ -48,11 +48,11 @@ def main() -> int:
             "lr": [g["lr"] for groups in state["param_groups"] for g in groups],
             "scheduler": state["lr_scheduler"],
         }
-        name = f"probe-{self.member.replica_id}.{os.environ['RANK']}.jsonl"
+        name = f"probe-{self.ft_manager.replica_id}.{os.environ['RANK']}.jsonl"
         with open(self.run_folder.path / name, "a") as f:
             f.write(json.dumps(line) + "\n")
 
-    RLFaultTolerantTrainer._commit = probed
+    RLFaultTolerantTrainer.committed = probed
     return entry.main()
 
 

@@ -21,7 +21,7 @@ def main() -> int:
 
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
-    from torchtitan_rl_ft.trainer.rl_trainer import NumericStop
+    from torchtitan_rl_ft.trainer.stepper import NumericStop
 
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
     try:
