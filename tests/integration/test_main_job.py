@@ -1,0 +1,349 @@
+"""One run of the debug job with every part real; what it did and what it left, looked at from
+all sides."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, patch
+
+import httpx
+import psutil
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from job_run import CONFIG, Job
+
+from torchtitan_rl_ft.config.resolve import Resolved, resolve
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.models.tiny import make_tiny_model
+from torchtitan_rl_ft.observability.events import EventList, Kind
+from torchtitan_rl_ft.roles import rollout, serving
+from torchtitan_rl_ft.rpc import server as rpc_server
+from torchtitan_rl_ft.run_folder import TOKEN_ENV
+from torchtitan_rl_ft.serving.service import ServingService
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS = 8
+GROUPS_PER_STEP = 4  # as in rl_ft_debug.toml
+SAMPLES_PER_PROMPT = 4
+ENGINES = ("engine-0", "engine-1")
+ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
+METRICS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "reward/mean",
+    "reward/std",
+    "policy_version",
+    "policy_age/mean",
+    "participants",
+    "tokens",
+    "time/step_s",
+    "time/wait_batch_s",
+    "logprob_diff/mean",
+    "dropped_groups",
+)
+
+
+@dataclass(frozen=True)
+class Listener:
+    process: str  # the role or engine whose tree it is in
+    ip: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Live:
+    """What could only be seen while the job ran."""
+
+    token: str
+    listeners: list[Listener]
+    command_lines: list[str]
+    urls: dict[str, str]
+    statuses: dict[tuple[str, str, str], tuple[int, int]]
+    """(role, method, path) -> status without a token, and with a wrong one."""
+
+
+@dataclass(frozen=True)
+class Done:
+    job: Job
+    exit_code: int
+    live: Live
+
+
+@pytest.fixture(scope="session")
+def routes(tmp_path_factory) -> dict[str, list[tuple[str, str]]]:
+    """(method, path) of every route, from the applications that the roles build."""
+    apps = asyncio.run(role_apps(tmp_path_factory.mktemp("apps")))
+    return {name: routes_of(app) for name, app in apps.items()}
+
+
+@pytest.fixture(scope="session")
+def done(tmp_path_factory, routes) -> Iterator[Done]:
+    path = tmp_path_factory.mktemp("main-job") / "run"
+    with Job(path) as job:
+        job.start("--training.steps", str(STEPS))
+        job.wait_step(2)
+        live = look(job, routes)
+        yield Done(job, job.end(), live)
+
+
+def look(job: Job, routes: dict[str, list[tuple[str, str]]]) -> Live:
+    (token_file,) = job.state.rglob("*.token")
+    urls = {r.name: r.url for r in job.folder.roles() if r.url}
+    trees = {
+        name: {root.pid, *(p.pid for p in process.descendants(root))}
+        for name in (*ENGINES, *ROLES)
+        if (root := job.process_of(name))
+    }
+    # An engine is a descendant of serving too: the first name counts.
+    owner = {pid: name for name, pids in reversed(trees.items()) for pid in pids}
+    return Live(
+        token=token_file.read_text(),
+        listeners=[
+            Listener(owner[c.pid], c.laddr.ip, c.laddr.port)
+            for c in psutil.net_connections("tcp")
+            if c.status == psutil.CONN_LISTEN and c.pid in owner
+        ],
+        command_lines=[" ".join(psutil.Process(pid).cmdline()) for pid in owner],
+        urls=urls,
+        statuses={
+            (role, method, path): (
+                httpx.request(method, urls[role] + path, trust_env=False).status_code,
+                httpx.request(
+                    method, urls[role] + path, headers=bearer("wrong"), trust_env=False
+                ).status_code,
+            )
+            for role, role_routes in routes.items()
+            for method, path in role_routes
+        },
+    )
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+# The end ------------------------------------------------------------------------------------
+
+
+def test_ends_with_code_0_and_a_summary(done):
+    assert done.exit_code == ExitCode.DONE, done.job.story()
+    text = done.job.out()
+    assert "outcome    complete (exit code 0)" in text
+    assert f"steps      {STEPS} of {STEPS}" in text
+    assert "faults     none" in text
+    assert done.job.error_lines() == []
+
+
+def test_nothing_is_left_behind(done):
+    assert len(done.job.footprint.processes) >= len(ENGINES) + len(ROLES) + 1
+    assert done.job.left() == []
+    assert done.job.folder.roles() == []
+    assert not list(done.job.state.rglob("*.token"))
+    for url in map(httpx.URL, done.live.urls.values()):
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url, trust_env=False)
+
+
+def test_run_folder_is_complete(done):
+    folder = done.job.folder
+    for name in ("eval.json", "reward.png", "journal/journal.sqlite"):
+        assert (folder.path / name).stat().st_size > 0, name
+    resolved = Resolved.read(folder.path)
+    assert resolved.get("training.steps") == STEPS
+    assert "command line" in resolved.origins["training.steps"]
+    for name in (*ROLES, *ENGINES, "supervisor"):
+        assert folder.log_file(name, 1).exists(), name
+        assert not folder.log_file(name, 2).exists(), name
+    newest = folder.path / "checkpoint" / f"step-{STEPS}"
+    assert (newest / "commit.json").exists()
+
+
+# What it did --------------------------------------------------------------------------------
+
+
+def test_events_tell_a_run_without_faults(done):
+    events = done.job.events()
+    lines = done.job.folder.events.read_bytes().splitlines()
+    assert len(events) == len(lines)  # none is torn
+    assert {e.kind for e in events} >= {
+        Kind.RUN,
+        Kind.SPAWN,
+        Kind.READY,
+        Kind.EXIT,
+        Kind.TRANSITION,
+        Kind.SEAL,
+        Kind.COMMIT,
+        Kind.PUBLISH,
+        Kind.INSTALL,
+        Kind.CHECKPOINT,
+        Kind.EVAL,
+    }
+    assert not [e for e in events if e.kind in (Kind.FAULT, Kind.RESTART, Kind.REFUSE, Kind.HEAL)]
+    assert [e.phase for e in events if e.kind is Kind.RUN] == ["start", "end"]
+
+
+def test_metrics_have_a_line_per_step_with_every_key(done):
+    rows = done.job.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        for key in METRICS:
+            assert isinstance(row.get(key), int | float) and math.isfinite(row[key]), (key, row)
+        assert row["participants"] == 2
+        assert row["dropped_groups"] == 0
+
+
+def test_history_is_every_step_once(done):
+    found = done.job.audit()
+    assert found.problems == []
+    assert [c.step for c in found.history] == list(range(1, STEPS + 1))
+    assert [c.batch_id for c in found.history] == list(range(1, STEPS + 1))
+    assert found.superseded == 0 and not any(c.adopted for c in found.history)
+
+
+def test_every_sample_is_trained_once(done):
+    found = done.job.audit()
+    assert {k: n for k, n in found.counts.items() if n} == {"trained": STEPS * GROUPS_PER_STEP}
+    assert [c.samples for c in found.history] == [GROUPS_PER_STEP * SAMPLES_PER_PROMPT] * STEPS
+    assert [c.tokens for c in found.history] == [row["tokens"] for row in done.job.metrics()]
+
+
+def test_engine_and_trainer_agree_on_log_probs(done):
+    """On policy: age 0, and the engine's log-probs are those that the trainer computes."""
+    for row in done.job.metrics():
+        assert row["policy_age/mean"] == 0 and row["policy_age/max"] == 0
+        assert 0 <= row["logprob_diff/mean"] < 1e-3
+        assert row["ratio/clipped"] == 0
+
+
+@pytest.mark.row("D8")
+def test_samples_carry_the_version_that_made_them(done):
+    with Journal.open(done.job.folder.journal, events=EventList()) as journal:
+        for row in done.job.metrics():
+            assert row["min_version"] == row["max_version"] == row["policy_version"]
+            if row["step"] <= journal.freed_through:
+                continue
+            batch = journal.batch(row["batch"])
+            sampled = batch.arrays["loss_mask"].astype(bool)
+            assert set(batch.arrays["versions"][sampled].tolist()) == {row["policy_version"]}
+            assert set(batch.arrays["versions"][~sampled].tolist()) <= {-1}
+        assert journal.freed_through < STEPS
+
+
+@pytest.mark.row("D1")
+def test_engines_prove_every_version_before_they_serve_it(done):
+    published = [e.version for e in done.job.events(Kind.PUBLISH) if e.role == "serving"]
+    assert published == list(range(1, STEPS + 2))  # the initial weights too
+    held: dict[str, list[int]] = defaultdict(list)
+    for event in done.job.events():
+        engine = event.data.get("subject")
+        if event.kind is Kind.INSTALL:
+            assert event.data["proof"] == "exact"
+            held[engine].append(event.version)
+        elif event.kind is Kind.TRANSITION and event.data["new"] == "serving":
+            assert held[engine] and held[engine][-1] == event.version
+    assert set(held) == set(ENGINES)
+    assert set().union(*held.values()) == set(published)
+    for versions in held.values():
+        assert versions == sorted(set(versions))
+
+
+# Who may ask --------------------------------------------------------------------------------
+
+
+@pytest.mark.scenario("S-2")
+def test_token_is_in_no_output(done):
+    token = done.live.token.encode()
+    assert len(token) >= 24
+    files = [f for f in done.job.folder.path.rglob("*") if f.is_file()]
+    assert len(files) > 20
+    assert [f for f in files if token in f.read_bytes()] == []
+    assert done.live.token not in done.job.out() + done.job.err()
+    assert not [line for line in done.live.command_lines if done.live.token in line]
+
+
+@pytest.mark.scenario("S-2")
+def test_every_route_of_the_living_roles_needs_the_token(done):
+    assert done.live.statuses
+    assert {k: s for k, s in done.live.statuses.items() if s != (401, 401)} == {}
+
+
+@pytest.mark.scenario("S-2")
+def test_listeners_are_on_loopback(done):
+    """But for what binds all interfaces by itself (README, known limits): torchft's manager, and
+    the store that torch.distributed opens in each trainer and each engine."""
+    listeners = done.live.listeners
+    for name in ("serving", "rollout"):
+        # One listener each, the registered one: no second server without our middleware.
+        assert [listener.port for listener in listeners if listener.process == name] == [
+            httpx.URL(done.live.urls[name]).port
+        ]
+    assert {listener.process for listener in listeners} >= {*ENGINES, *ROLES}
+    open_to_all = Counter(x.process for x in listeners if x.ip not in ("127.0.0.1", "::1"))
+    assert open_to_all == {"trainer-0": 2, "trainer-1": 2, "engine-0": 1, "engine-1": 1}
+
+
+@pytest.mark.scenario("S-2")
+async def test_every_route_that_a_role_builds_needs_the_token(tmp_path):
+    found = 0
+    for app in (await role_apps(tmp_path)).values():
+        async with TestClient(TestServer(app)) as client:
+            for method, path in routes_of(app):
+                for headers in ({}, bearer("wrong"), {"Authorization": "Basic dDp0"}):
+                    async with client.request(method, path, headers=headers) as answer:
+                        assert answer.status == 401, (method, path)
+                found += 1
+    assert found >= 17
+
+
+async def role_apps(folder: Path) -> dict[str, web.Application]:
+    """The applications of the roles that serve HTTP, as they are about to serve them."""
+    resolved = resolve(["--job.config_file", CONFIG, "--job.dump_folder", str(folder / "run")])
+    run = resolved.run_folder
+    make_tiny_model(run.model, 0)
+    events = EventList()
+    serve = serving._serve(resolved.sections, run, run.model, events)
+    roll_out = rollout._run(resolved, run, events)
+    with (
+        patch.dict(os.environ, {TOKEN_ENV: "token"}),
+        patch.object(rpc_server, "start", caught),
+        patch.object(rollout, "start", caught),
+        patch.object(ServingService, "open", AsyncMock()),  # no engines
+    ):
+        return {"serving": await app_of(serve), "rollout": await app_of(roll_out)}
+
+
+class Caught(Exception):
+    """Where a role would begin to serve."""
+
+    def __init__(self, app: web.Application) -> None:
+        super().__init__()
+        self.app = app
+
+
+async def caught(app: web.Application, *_: Any) -> None:
+    raise Caught(app)
+
+
+async def app_of(role: Coroutine[Any, Any, int]) -> web.Application:
+    with pytest.raises(Caught) as at_start:
+        await role
+    return at_start.value.app
+
+
+def routes_of(app: web.Application) -> list[tuple[str, str]]:
+    return [
+        (route.method, route.resource.canonical.replace("{batch_id}", "1"))
+        for route in app.router.routes()
+    ]
