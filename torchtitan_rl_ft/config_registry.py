@@ -16,12 +16,12 @@ torchtitan_cpu.install()
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 
 from torchtitan_rl_ft.config import overlay, registry  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
 from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder  # noqa: E402
-from torchtitan_rl_ft.trainer.addresses import RunNotUp  # noqa: E402
+from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run  # noqa: E402
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager  # noqa: E402
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
@@ -46,6 +46,8 @@ def base() -> RLFaultTolerantTrainer.Config:
         parallelism=ParallelismConfig(),
         checkpoint=RLCheckpointManager.Config(enable=True, interval=20, last_save_model_only=False),
         activation_checkpoint=None,  # type: ignore[arg-type]
+        # The run's own record is events.jsonl.
+        debug=DebugConfig(enable_structured_logging=False),
     )
 
 
@@ -107,8 +109,12 @@ def _beneath(job: Resolved) -> RLFaultTolerantTrainer.Config:
 
 
 def _shipped(name: str) -> RLFaultTolerantTrainer.Config:
-    """A shipped file; when the environment names a living run, in that run's folder."""
+    """A shipped file; when the environment names a living run, in that run's folder.
+
+    Raises RunNotUp."""
     overrides = ["--job.config_file", name]
     if folder := os.environ.get(RUN_ENV):
         overrides += ["--job.dump_folder", str(RunFolder(folder).path)]
-    return finished(base(), resolve(overrides))
+    job = resolve(overrides)
+    find_run(str(job.run_folder.path))  # before its model is missed
+    return finished(base(), job)

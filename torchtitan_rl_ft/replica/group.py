@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.replica.rendezvous import RendezvousClient
 from torchtitan_rl_ft.replica.state_transport import StateTransport
+
+logger = logging.getLogger(__name__)
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 STATE_KEY = "rl"
@@ -113,6 +116,10 @@ class ReplicaGroup(TorchFTManager):
         self._manager._client = self._client  # type: ignore[assignment]
         self._manager.register_state_dict_fn(STATE_KEY, state.load_state_dict, state.state_dict)
         self.set_step(step)
+        logger.warning(
+            "torchft's manager server (rank 0 of each group) listens on all interfaces and answers "
+            "without credentials, kill calls included: keep its port behind a firewall"
+        )
 
     def set_step(self, step: int) -> None:
         """Tell torchft how many commits this state holds; 0 makes the next quorum heal it."""

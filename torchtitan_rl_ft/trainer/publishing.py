@@ -27,12 +27,14 @@ class PolicyPublisher:
         folder: Path,
         serving: RoleClient,
         link: GroupLink,
+        buffer_bytes: int,
     ) -> None:
         self._model = ModelWrapper(model_parts)
         self._adapter = adapter
         self._assets, self._folder = assets, folder
         self._serving = serving
         self._link = link
+        self._buffer_bytes = buffer_bytes
 
     def publish(self, step: int, token: str) -> int:
         """Returns the policy version that serving gave to (step, token).
@@ -47,6 +49,7 @@ class PolicyPublisher:
             step=step,
             token=token,
             writer=self._link.is_speaker,
+            buffer_bytes=self._buffer_bytes,
         )
         return self._link.ask(lambda: self._announce(written, step, token))
 

@@ -153,6 +153,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             folder=self.run_folder.weights,
             serving=self._client("serving"),
             link=self.link,
+            buffer_bytes=self.config.rollout.publish_buffer_mb * 2**20,
         )
 
     def _build_reference(self) -> ReferencePolicy:

@@ -1,7 +1,7 @@
 """Writing a policy as a Hugging Face directory, tensor by tensor.
 
-Every tensor is gathered, written and dropped before the next one, so neither the writer nor its
-peers ever hold the full model beside their shards.
+Tensors are gathered as far as a set buffer goes, written and dropped before the next ones, so
+neither the writer nor its peers ever hold the full model beside their shards.
 """
 
 from __future__ import annotations
@@ -61,22 +61,24 @@ def publish(
     step: int,
     token: str,
     writer: bool,
+    buffer_bytes: int,
     dtype: torch.dtype | None = None,
 ) -> Published | None:
     """Write the HF-named `tensors` (plain or DTensor) to `target`; collective over their mesh.
 
+    At most `buffer_bytes` of gathered tensors exist at a time, or one tensor if that is larger.
     Only the `writer` rank writes and gets the result. A complete `target` of the same step and
     token is left alone; anything else there is replaced. Raises NonFiniteWeights, OSError.
     """
     if not writer:
-        for _ in _gathered(tensors, dtype):
+        for _ in _gathered(tensors, dtype, buffer_bytes):
             pass
         return None
     target.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
         _copy_assets(assets, temp)
-        entries, size = _write_safetensors(temp / WEIGHTS_FILE, tensors, dtype)
+        entries, size = _write_safetensors(temp / WEIGHTS_FILE, tensors, dtype, buffer_bytes)
         manifest = Manifest.build(step=step, token=token, tensors=entries)
         digest = write_manifest(temp, manifest)
         temp.chmod(0o755)
@@ -91,25 +93,42 @@ def publish(
 
 
 def _gathered(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
+    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, buffer_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors on the host, one at a time, in the same order on all ranks."""
+    """Whole tensors on the host, in the same order on all ranks. Those that share a buffer are
+    requested together, so that their all-gathers overlap."""
+    for names in _chunks(tensors, buffer_bytes):
+        wholes = [
+            t.full_tensor() if isinstance(t, DTensor) else t
+            for t in (tensors[name].detach() for name in names)
+        ]
+        for name, whole in zip(names, wholes, strict=True):
+            yield name, whole.to(dtype=dtype or whole.dtype).cpu().contiguous()
+
+
+def _chunks(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
-        yield name, tensor.to(dtype=dtype or tensor.dtype).cpu().contiguous()
+        nbytes = tensors[name].numel() * tensors[name].element_size()
+        if names and size + nbytes > buffer_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += nbytes
+    if names:
+        yield names
 
 
 def _write_safetensors(
-    path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None
+    path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, buffer_bytes: int
 ) -> tuple[dict[str, TensorEntry], int]:
     """Stream a safetensors file: the header follows from the shapes, the data comes later."""
     header, offset = _header(tensors, dtype)
     entries: dict[str, TensorEntry] = {}
     with open(path, "wb") as f:
         f.write(len(header).to_bytes(8, "little") + header)
-        for name, tensor in _gathered(tensors, dtype):
+        for name, tensor in _gathered(tensors, dtype, buffer_bytes):
             if not torch.isfinite(tensor).all():
                 raise NonFiniteWeights(f"tensor {name!r} holds NaN or infinity; not published")
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
