@@ -49,7 +49,9 @@ def plug_ins(job: Job) -> Iterator[str]:
             continue
         module, _, name = value.partition("?")[0].partition(":")
         if not module or not name.isidentifier():
-            yield job.broken(f"{path} must be written module:name, or module:name?option=value", path)
+            yield job.broken(
+                f"{path} must be written module:name, or module:name?option=value", path
+            )
 
 
 def model_directory(job: Job) -> Iterator[str]:
