@@ -81,7 +81,8 @@ def main() -> int:
     os.environ["TORCHTITAN_RL_FT_TOKEN"] = TOKEN
     figures: dict[str, float] = {}
     print(
-        f"{'size':6} {'plain ms':>9} {'ours ms':>9} {'added ms':>9} {'added %':>8} {'publish+wait ms':>16}"
+        f"{'size':6} {'plain ms':>9} {'ours ms':>9} {'added ms':>9} {'added %':>8} "
+        f"{'publish+wait ms':>16}"
     )
     with tempfile.TemporaryDirectory() as temp:
         for name, size in SIZES.items():
