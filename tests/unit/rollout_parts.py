@@ -115,8 +115,7 @@ class Host:
         self.rollout = GroupRollout(
             serving,
             TOKENIZER,
-            Judge(reward),
-            group_filter,
+            Judge(reward, group_filter, timeout_s=10.0),
             Sampling(samples, {"temperature": 1.0}, 0, 10.0, max_failures),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,

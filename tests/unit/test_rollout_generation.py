@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 
 import aiohttp
 import pytest
@@ -175,7 +176,7 @@ async def test_plain_reward_runs_beside_the_event_loop():
         threads.add(threading.get_ident())
         return response.text == prompt.answer
 
-    assert await Judge(reward).rewards(PROMPT, RESPONSES) == [1.0, 0.0]
+    assert await Judge(reward, timeout_s=5.0).rewards(PROMPT, RESPONSES) == [1.0, 0.0]
     assert threading.get_ident() not in threads
 
 
@@ -193,7 +194,7 @@ async def test_async_reward_judges_a_group_at_once():
             self.closed = True
 
     reward = Reward()
-    judge = Judge(reward)
+    judge = Judge(reward, timeout_s=5.0)
     first, second = await judge.rewards(PROMPT, RESPONSES)
     assert first == 1.0 and math.isnan(second)
     await judge.close()
@@ -202,11 +203,24 @@ async def test_async_reward_judges_a_group_at_once():
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, None])
 async def test_no_verdict(value):
-    assert all(math.isnan(r) for r in await Judge(lambda p, r: value).rewards(PROMPT, RESPONSES))
+    assert all(
+        math.isnan(r)
+        for r in await Judge(lambda p, r: value, timeout_s=5.0).rewards(PROMPT, RESPONSES)
+    )
 
 
 async def test_failing_rewards():
     with pytest.raises(RewardFailed, match="no number"):
-        await Judge(lambda p, r: "good").rewards(PROMPT, RESPONSES)
+        await Judge(lambda p, r: "good", timeout_s=5.0).rewards(PROMPT, RESPONSES)
     with pytest.raises(RewardFailed, match="ZeroDivisionError"):
-        await Judge(lambda p, r: 1 / 0).rewards(PROMPT, RESPONSES)
+        await Judge(lambda p, r: 1 / 0, timeout_s=5.0).rewards(PROMPT, RESPONSES)
+    judge = Judge(lambda p, r: time.sleep(1), timeout_s=0.05)
+    with pytest.raises(RewardFailed, match="no reward within 0.05 s"):
+        await judge.rewards(PROMPT, RESPONSES)
+
+
+def test_failing_filter():
+    judge = Judge(lambda p, r: 0, lambda p, rewards: 1 / 0, timeout_s=5.0)
+    with pytest.raises(RewardFailed, match="filter: ZeroDivisionError"):
+        judge.reason_to_drop(PROMPT, [0.0])
+    assert Judge(lambda p, r: 0, timeout_s=5.0).reason_to_drop(PROMPT, [0.0]) is None

@@ -297,6 +297,18 @@ async def test_exhausted_source_is_a_clear_end(tmp_path):
             await asyncio.wait_for(ended, 5)
 
 
+async def test_failing_source_is_a_clear_end(tmp_path):
+    class Broken:
+        def next(self, n):
+            raise OSError("the data set is gone")
+
+    host = Host(tmp_path, ScriptedServing(), source=Broken())
+    async with Running(host) as ended:
+        host.publish()
+        with pytest.raises(RolloutStalled, match="the data source failed: OSError: the data set"):
+            await asyncio.wait_for(ended, 5)
+
+
 async def test_drain_accepts_what_is_in_flight(tmp_path):
     serving = ScriptedServing()
     serving.held = asyncio.Event()

@@ -80,8 +80,11 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
     source = plugins.load_data_source(
         sections.rl.data_source, context, journaling=sections.rollout.journal
     )
-    judge = Judge(plugins.load_reward(sections.rl.reward, context))
-    group_filter = plugins.load_filter(sections.rl.filter, context)
+    judge = Judge(
+        plugins.load_reward(sections.rl.reward, context),
+        plugins.load_filter(sections.rl.filter, context),
+        timeout_s=sections.rollout.request_timeout_s,
+    )
     token = folder.token()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(judge.close)
@@ -106,7 +109,6 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             client,
             tokenizer,
             judge,
-            group_filter,
             _sampling(resolved),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,

@@ -21,7 +21,7 @@ from torchtitan_rl_ft.rollout.generation import (
     sample_seed,
 )
 from torchtitan_rl_ft.rollout.judging import Judge, RewardFailed
-from torchtitan_rl_ft.rollout.protocols import GroupFilter, Prompt, Response
+from torchtitan_rl_ft.rollout.protocols import Prompt, Response
 from torchtitan_rl_ft.rollout.sealing import Sample, group_arrays
 
 
@@ -68,7 +68,6 @@ class GroupRollout:
         generator: Generator,
         tokenizer: Tokenizer,
         judge: Judge,
-        group_filter: GroupFilter | None,
         sampling: Sampling,
         *,
         on_unavailable: Callable[[str], None],
@@ -77,8 +76,7 @@ class GroupRollout:
         """`on_unavailable(reason)` is told of each try that found no serving, `on_available` of
         each answer: the caller decides how long that may go on."""
         self._generator, self._tokenizer = generator, tokenizer
-        self._judge, self._filter = judge, group_filter
-        self._sampling = sampling
+        self._judge, self._sampling = judge, sampling
         self._on_unavailable, self._on_available = on_unavailable, on_available
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -137,10 +135,9 @@ class GroupRollout:
             for g in generated
         ]
         rewards = await self._judge.rewards(prompt, responses)
-        if filtered and self._filter is not None:
-            reason = self._filter(prompt, rewards)
-            if reason is not None:
-                return Dropped(f"filter: {reason}")
+        reason = self._judge.reason_to_drop(prompt, rewards) if filtered else None
+        if reason is not None:
+            return Dropped(f"filter: {reason}")
         samples = [
             Sample(g.output_ids, g.logprobs, g.versions, g.finish_reason == "length", r)
             for g, r in zip(generated, rewards, strict=True)

@@ -207,7 +207,10 @@ class RolloutLoop:
         """Draw prompts and make them pending, together with the source's position."""
         if count <= 0 or self._exhausted:
             return
-        prompts = list(self._source.next(count))
+        try:
+            prompts = list(self._source.next(count))
+        except Exception as e:  # user code: it ends the role by name, not by a traceback
+            raise RolloutStalled(f"the data source failed: {type(e).__name__}: {e}") from e
         self._exhausted = len(prompts) < count
         groups = [NewGroup(p.to_json(), f"{p.epoch}:{p.index}") for p in prompts]
         state_dict = getattr(self._source, "state_dict", None)
