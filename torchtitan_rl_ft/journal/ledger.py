@@ -7,6 +7,7 @@ The rollout role owns the one instance. Methods are plain calls on its event loo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -110,10 +111,10 @@ class Ledger:
         """Return at the next change of journal or outcome, or after `timeout_s`."""
         self._loop = asyncio.get_running_loop()
         pulse = self._pulse
-        try:
-            await asyncio.wait_for(pulse.wait(), timeout_s)
-        except TimeoutError:
-            return
+        # Not wait_for: Python 3.11's can lose a cancellation that arrives with the wake-up.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await pulse.wait()
 
     def _notify(self) -> None:
         """Wake all waiters; also from a thread that used the journal."""
