@@ -64,6 +64,10 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
 """
 
 
+class UnknownField(ValueError):
+    """SGLang answers this one in another shape."""
+
+
 class Worker:
     """The process that computes tokens."""
 
@@ -157,8 +161,10 @@ class FakeEngine:
         body = await request.json()
         try:
             prompts, parameters = self._checked(body)
+        except UnknownField as e:
+            return web.json_response({"error": str(e)}, status=400)
         except ValueError as e:
-            return error(400, str(e))
+            return web.json_response({"error": {"message": str(e)}}, status=400)
         self.requests += 1
         every = self.faults.get("drop_task")
         if every and self.requests % every == 0:
@@ -195,7 +201,7 @@ class FakeEngine:
             if p.get("temperature", 1.0) < 0:
                 raise ValueError("temperature must be a non-negative finite number")
             if unknown := p.keys() - KNOWN_SAMPLING:
-                raise ValueError(f"unknown field `{min(unknown)}`")
+                raise UnknownField(f"unknown field `{min(unknown)}`")
         return prompts * n, parameters * n
 
     async def _sample(self, prompt: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +385,10 @@ class FakeEngine:
         @web.middleware
         async def note(request: web.Request, handler: Any) -> web.StreamResponse:
             self.calls.append((time.monotonic(), request.path))
-            return await handler(request)
+            try:
+                return await handler(request)
+            except web.HTTPNotFound:
+                return web.json_response({"detail": "Not Found"}, status=404)
 
         app = web.Application(middlewares=[note], client_max_size=1 << 28)
         app.router.add_get("/health", self.health)
@@ -408,10 +417,6 @@ KNOWN_SAMPLING = {
     "stop_token_ids",
     "min_p",
 }
-
-
-def error(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message}}, status=status)
 
 
 def status_ok(message: str) -> web.Response:

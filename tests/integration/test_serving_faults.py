@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+import transcript
+from policies import tiny_model, token_of, write_policy
+from serving_pool import Pool, open_pool
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "fakes"))
-
-from policies import tiny_model, token_of, write_policy  # noqa: E402
-from serving_pool import Pool, open_pool  # noqa: E402
-
-from torchtitan_rl_ft.serving.pool import PoolFailed  # noqa: E402
-from torchtitan_rl_ft.serving.router import RequestFailed, RequestRejected  # noqa: E402
-from torchtitan_rl_ft.serving.service import PublishRefused  # noqa: E402
+from torchtitan_rl_ft.serving.pool import PoolFailed
+from torchtitan_rl_ft.serving.router import RequestFailed, RequestRejected
+from torchtitan_rl_ft.serving.service import PublishRefused
 
 
 @pytest.fixture(scope="module")
@@ -493,3 +491,19 @@ async def test_an_orphan_of_a_killed_server_is_ended(tmp_path: Path, model: Path
         os.kill(engine.process.id.pid, signal.SIGKILL)
         await pool.until(lambda: len(pool.seen("exit")) == 1)
         assert not alive(tree)
+
+
+# The fake is like the real one ----------------------------------------------------------------
+
+
+async def test_transcript_of_the_fake_engine(tmp_path: Path, model: Path) -> None:
+    """Statuses, fields and error kinds are those recorded from a real engine."""
+    async with open_pool(tmp_path, model, engines=1) as pool:
+        await pool.until(lambda: pool.states() == ["stale"])
+        weights, _ = write_policy(tmp_path / "transcript", model, 77, scale=1.5)
+        found = await asyncio.to_thread(
+            transcript.replay, pool.service.pool.slots[0].engine.client.url, weights
+        )
+    expected = json.loads(transcript.RECORDED.read_text())
+    for name, answer in expected.items():
+        assert found[name] == answer, name

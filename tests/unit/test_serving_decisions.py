@@ -49,7 +49,9 @@ def seen(state: EngineState = S.SERVING, **fields: Any) -> Observation:
         (seen(S.SUSPECT, probe="no answer", failures=1), False, Health.DEAD),
         (seen(probe="status 404", failures=1), False, Health.DEAD),
         # Answers that finish outweigh a probe that fails.
-        (seen(probe="no answer", failures=5, progress_s=1.9), False, Health.ALIVE),
+        (seen(probe="no answer", failures=1, progress_s=1.9, doubt_s=2.0), False, Health.ALIVE),
+        (seen(probe="no answer", failures=1, progress_s=2.1, doubt_s=2.0), False, Health.DEAD),
+        (seen(probe="refused", progress_s=0.1, doubt_s=0.01), False, Health.DOUBTFUL),
     ],
 )
 def test_verdicts(observation: Observation, asked: bool, health: Health) -> None:

@@ -23,6 +23,7 @@ class ProbeHistory:
     watched_mono_s: float  # start, or last resume: first_wait counts from here
     failures: int = 0  # failed probes in a row
     probed_mono_s: float = float("-inf")  # begin of the last probe
+    doubted_mono_s: float = float("-inf")  # begin of the first of the failed ones
 
 
 class Engine:
@@ -93,7 +94,6 @@ class Engine:
     def made_progress(self) -> None:
         """A finished answer is proof of life."""
         self.history.progress_mono_s = self._clock()
-        self.history.failures = 0
 
     def begin(self, samples: int) -> None:
         self.in_flight += samples

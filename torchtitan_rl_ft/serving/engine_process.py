@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -150,14 +151,18 @@ class EngineRecords:
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / "serving" / "engines.json"
         self._records: dict[str, dict[str, Any]] = {}
+        self._lock = threading.Lock()
 
     def put(self, slot: int, engine: EngineProcess) -> None:
-        self._records[str(slot)] = engine.to_json()
-        self._write()
+        """Durable when this returns; call it in a thread."""
+        with self._lock:
+            self._records[str(slot)] = engine.to_json()
+            self._write()
 
     def remove(self, slot: int) -> None:
-        if self._records.pop(str(slot), None) is not None:
-            self._write()
+        with self._lock:
+            if self._records.pop(str(slot), None) is not None:
+                self._write()
 
     def _write(self) -> None:
         write_atomic(self._path, json.dumps(self._records, indent=1).encode())

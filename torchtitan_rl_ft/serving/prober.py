@@ -67,9 +67,12 @@ class Prober:
             if engine.state not in PROBED:  # an install was first
                 return Health.UNWATCHED, f"{engine.state} meanwhile"
             fault = ""
-            engine.history.probed_mono_s = self._clock()
+            history = engine.history
+            history.probed_mono_s = self._clock()
+            if not history.failures:
+                history.doubted_mono_s = history.probed_mono_s
             limit_s = self._limits.timeout_s
-            if engine.history.failures:
+            if history.failures:
                 # It had the whole time once; a healthy answer takes 1 s.
                 limit_s = min(limit_s, max(SHORTEST_PROBE_S, limit_s / 2))
             try:
@@ -77,9 +80,7 @@ class Prober:
             except Exception as e:  # whatever is wrong with an answer, it is no sign of life
                 fault = str(e) or type(e).__name__
             verdict = judge(self._observe(engine, fault), self._limits)
-            engine.history.failures = (
-                0 if verdict[0] is Health.ALIVE else (engine.history.failures + 1)
-            )
+            history.failures = 0 if verdict[0] is Health.ALIVE else history.failures + 1
             return verdict
 
     def _observe(self, engine: Engine, probe: str | None) -> Observation:
@@ -90,4 +91,5 @@ class Prober:
             progress_s=now - history.progress_mono_s,
             failures=history.failures,
             probe=probe,
+            doubt_s=now - history.doubted_mono_s,
         )

@@ -154,7 +154,8 @@ class ServingService:
                 f"{path} holds step {manifest.step} ({manifest.token}), not {step} ({token})"
             )
         self._check_shapes(manifest)
-        release = self._versions.add(step, token, path, manifest.digest)
+        # Durable writes leave the loop: a busy disk must not stop requests.
+        release = await asyncio.to_thread(self._versions.add, step, token, path, manifest.digest)
         if known is not None:
             self._events.emit(
                 Kind.WARN,

@@ -178,7 +178,6 @@ class Slot:
         log = self._last_log = shared.folder.log_file(self.name, attempt)
         launch = shared.launcher.prepare(self.index)
         process = EngineProcess.start(launch, log)
-        shared.records.put(self.index, process)
         shared.events.emit(
             Kind.SPAWN,
             subject=self.name,
@@ -224,7 +223,7 @@ class Slot:
         shared, rollout = self._shared, self._shared.rollout
         engine.move(EngineState.RETIRED, reason)
         left = await engine.process.end(shared.clock() + rollout.cleanup_timeout)
-        shared.records.remove(self.index)
+        await asyncio.to_thread(shared.records.remove, self.index)
         child = engine.process.child
         code = child.returncode
         fault = not self._closing
@@ -277,6 +276,7 @@ class Slot:
 
     async def _come_up(self, engine: Engine) -> None:
         """Raises Retire at the start limit; an exit is noticed elsewhere."""
+        await asyncio.to_thread(self._shared.records.put, self.index, engine.process)
         limit_s = self._shared.rollout.engine_start_timeout_s
         end = self._shared.clock() + limit_s
         observed = 0.0
@@ -293,7 +293,7 @@ class Slot:
                 await asyncio.sleep(READY_POLL_S)
                 continue
             engine.process.observe()
-            self._shared.records.put(self.index, engine.process)
+            await asyncio.to_thread(self._shared.records.put, self.index, engine.process)
             self._shared.events.emit(
                 Kind.READY,
                 subject=self.name,

@@ -30,6 +30,7 @@ class Observation:
     progress_s: float  # since the last finished answer
     failures: int  # failed probes in a row before this one
     probe: str | None = None
+    doubt_s: float = 0.0  # since the first probe of the failed row, this one included, began
 
 
 class Health(StrEnum):
@@ -57,8 +58,8 @@ def judge(seen: Observation, limits: ProbeLimits, *, asked: bool = False) -> tup
         return Health.PROBE, f"no answer for {seen.progress_s:.3g} s"
     if seen.probe == "":
         return Health.ALIVE, "probe answered"
-    if seen.progress_s < limits.timeout_s:
-        return Health.ALIVE, f"probe failed ({seen.probe}), but it finishes answers"
+    if seen.progress_s < seen.doubt_s:
+        return Health.ALIVE, f"probe failed ({seen.probe}), but it finished an answer meanwhile"
     if seen.failures + 1 >= limits.failures:
         return Health.DEAD, f"{seen.failures + 1} probes failed: {seen.probe}"
     return Health.DOUBTFUL, f"probe failed: {seen.probe}"

@@ -1,0 +1,324 @@
+"""The serving role over real SGLang engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import aiohttp
+import httpx
+import psutil
+import pytest
+import transcript
+from conftest import FAKES, TOKEN, ServingRole, serving_role, start_serving
+from policies import tiny_model, token_of, write_policy
+
+from torchtitan_rl_ft.rpc.client import RoleRefused
+from torchtitan_rl_ft.run_folder import TOKEN_ENV
+from torchtitan_rl_ft.serving.engine_client import EngineClient
+from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
+from torchtitan_rl_ft.weights.installer import Installer
+from torchtitan_rl_ft.weights.proof import EngineLayout, make_proof
+from torchtitan_rl_ft.weights.transports.base import Release
+from torchtitan_rl_ft.weights.transports.disk import DiskTransport
+
+pytestmark = pytest.mark.timeout(150)
+
+LONG = {"max_new_tokens": 480, "ignore_eos": True}
+
+
+def tree_of(pid: int) -> set[int]:
+    root = psutil.Process(pid)
+    return {root.pid, *(c.pid for c in root.children(recursive=True))}
+
+
+def living(pids: set[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.add(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def shared_memory() -> set[str]:
+    return {p.name for p in Path("/dev/shm").iterdir()}
+
+
+def ask_many(role: ServingRole, names: list[str], **fields: object) -> list[list[dict]]:
+    with ThreadPoolExecutor(len(names)) as threads:
+        return list(threads.map(lambda n: role.generate(n, **fields), names))
+
+
+@pytest.mark.row("D1")
+def test_engines_serve_what_was_published_and_proved(real_serving: ServingRole) -> None:
+    version = real_serving.publish(1, scale=1.01)["version"]
+    shown = real_serving.client.get("/v1/version", after=version - 1, timeout_s=5, deadline_s=10)
+    assert shown == {"version": version, "step": 1, "token": token_of(1), "serving": 2}
+    assert real_serving.status()["proof"] == "exact"
+    for engine in real_serving.engines():
+        info = httpx.get(engine["url"] + "/model_info").json()
+        assert info["weight_version"] == str(version)
+    samples = [s for g in ask_many(real_serving, [f"d1-{i}" for i in range(4)]) for s in g]
+    assert {s["engine"] for s in samples} == {"engine-0", "engine-1"}
+    for sample in samples:
+        assert sample["versions"] == [version] * 8
+        assert len(sample["logprobs"]) == len(sample["output_ids"]) == 8
+        assert sample["finish_reason"] == "length"
+
+
+def test_seeds_give_the_same_tokens_whatever_the_order(real_serving: ServingRole) -> None:
+    one = real_serving.generate("s1", n=4, seeds=[11, 12, 13, 14])
+    two = real_serving.generate("s2", n=4, seeds=[14, 13, 12, 11])
+    assert [s["output_ids"] for s in one] == [s["output_ids"] for s in reversed(two)]
+    assert len({tuple(s["output_ids"]) for s in one}) == 4
+    free = real_serving.generate("s3", n=4)
+    assert len({tuple(s["output_ids"]) for s in free}) == 4
+    again = real_serving.generate("s3", n=4)
+    assert again == free  # one request, asked twice
+
+
+def test_an_answer_ends_with_the_end_token(real_serving: ServingRole) -> None:
+    sampling = {"max_new_tokens": 64, "temperature": 1.0}
+    samples = real_serving.generate("e1", n=8, sampling=sampling)
+    stopped = [s for s in samples if s["finish_reason"] == "stop"]
+    assert stopped
+    assert all(s["output_ids"][-1] == 2 and 2 not in s["output_ids"][:-1] for s in stopped)
+
+
+def test_bad_requests_name_what_is_wrong(real_serving: ServingRole) -> None:
+    cases = [
+        ({"input_ids": [3, 99]}, "the model's vocabulary is 0..15"),
+        ({"input_ids": [3] * 600}, "longer than the model's context length"),
+        ({"sampling": {"no_such": 1}}, "unknown field `no_such`"),
+        ({"sampling": {"n": 2}}, "set by n and seeds"),
+        ({"seeds": [1]}, "1 seeds for 2 samples"),
+        ({"n": 0}, "n is 0"),
+        ({"timeout_s": 0}, "timeout_s is missing or no positive number"),
+    ]
+    for i, (fields, message) in enumerate(cases):
+        with pytest.raises(RoleRefused, match=message) as refused:
+            real_serving.generate(f"bad-{i}", **fields)
+        assert refused.value.status == 400
+    assert real_serving.states() == ["serving", "serving"]
+
+
+@pytest.mark.scenario("S-2")
+def test_every_route_needs_the_token(real_serving: ServingRole) -> None:
+    address = real_serving.folder.role("serving")
+    assert address is not None
+    assert address.url.startswith("http://127.0.0.1:")
+    routes = [("GET", "status"), ("GET", "version"), ("POST", "publish"), ("POST", "generate")]
+    for method, route in [*routes, ("POST", "shutdown"), ("GET", "no/such")]:
+        response = httpx.request(method, f"{address.url}/v1/{route}")
+        assert response.status_code == 401
+    for file in real_serving.folder.path.rglob("*"):
+        if file.is_file():
+            assert TOKEN.encode() not in file.read_bytes(), file
+
+
+@pytest.mark.row("D8")
+def test_a_running_answer_spans_versions(real_serving: ServingRole) -> None:
+    before = real_serving.status()["version"]
+    with ThreadPoolExecutor(8) as threads:
+        asked = [
+            threads.submit(real_serving.generate, f"span-{i}", n=4, sampling=LONG) for i in range(8)
+        ]
+        real_serving.until(lambda: real_serving.status()["in_flight"] == 32, 10)
+        time.sleep(0.15)
+        answer = real_serving.publish(2, scale=1.02)
+        samples = [s for future in asked for s in future.result()]
+    assert answer == {"version": before + 1, "installed": [0, 1]}
+    for sample in samples:
+        versions = sample["versions"]
+        assert len(versions) == 480
+        assert versions == sorted(versions)
+        assert set(versions) <= {before, before + 1}
+    assert any((s["min_version"], s["max_version"]) == (before, before + 1) for s in samples)
+    assert real_serving.status()["wasted_tokens"] == 0
+
+
+def test_transcript_of_the_real_engine(real_serving: ServingRole) -> None:
+    weights, _ = write_policy(
+        real_serving.folder.path / "transcript", real_serving.model, 77, scale=1.5
+    )
+    found = transcript.replay(real_serving.engines()[1]["url"], weights)
+    expected = json.loads(transcript.RECORDED.read_text())
+    for name, answer in expected.items():
+        assert without_state(found[name]) == without_state(answer), name
+    real_serving.publish(3, scale=1.03)  # the engine holds what the role says again
+
+
+def without_state(answer: dict) -> dict:
+    """Versions before the first update and checksums depend on what was served before."""
+    return {k: v for k, v in answer.items() if k not in ("version", "versions", "sums")}
+
+
+@pytest.mark.scenario("L-3")
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_installs_in_each_pause_mode(real_serving: ServingRole, mode: str) -> None:
+    """On one engine, beside the role; a publish afterwards brings it back under the role."""
+    url = real_serving.engines()[0]["url"]
+    start = {"retract": 100, "in_place": 110, "abort": 120}[mode]
+
+    async def run() -> list[tuple[str, set[int]]]:
+        async with aiohttp.ClientSession() as http:
+            engine = EngineClient(http, url, "engine-0")
+            installer = Installer(DiskTransport(), mode, 20.0)
+            asked = []
+            for i in range(3):
+                path, digest = write_policy(
+                    real_serving.folder.path / mode, real_serving.model, i, scale=1 + i / 50
+                )
+                _, proof = await asyncio.to_thread(
+                    make_proof, path, EngineLayout("float32", 1, cpu_hash)
+                )
+                release = Release(start + i, i, token_of(i), str(path), digest)
+                took = await installer.install(engine, release, proof, None)
+                assert took.paused_s < 10
+                if i == 0:
+                    asked = [
+                        asyncio.create_task(engine.generate([3, 4], 2, LONG, None, 60.0))
+                        for _ in range(3)
+                    ]
+                await asyncio.sleep(0.5)
+            groups = await asyncio.gather(*asked)
+            return [(s.finish_reason, set(s.versions)) for g in groups for s in g]
+
+    answers = asyncio.run(run())
+    assert len(answers) == 6
+    if mode == "abort":
+        assert {reason for reason, _ in answers} == {"abort"}
+    else:
+        assert {reason for reason, _ in answers} == {"length"}
+        assert all(len(versions) >= 2 for _, versions in answers)
+    step = {"retract": 4, "in_place": 5, "abort": 6}[mode]
+    assert real_serving.publish(step, scale=1.1)["installed"] == [0, 1]
+
+
+@pytest.mark.row("B9")
+@pytest.mark.row("C4")
+@pytest.mark.row("C7")
+def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingRole) -> None:
+    first, second = real_serving.engines()
+    version = real_serving.status()["version"]
+    victims = tree_of(second["pid"])
+    with ThreadPoolExecutor(16) as threads:
+        asked = [
+            threads.submit(real_serving.generate, f"kill-{i}", n=4, sampling=LONG)
+            for i in range(16)
+        ]
+        time.sleep(1.0)
+        os.kill(second["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        real_serving.until(lambda: real_serving.engines()[1]["state"] != "serving", 5)
+        assert time.monotonic() - killed < 1.0
+        samples = [s for future in asked for s in future.result()]
+    assert len(samples) == 64
+    assert all(len(s["output_ids"]) == 480 for s in samples)
+    real_serving.until_served(version)
+    now_first, now_second = real_serving.engines()
+    assert (now_first["pid"], now_first["url"]) == (first["pid"], first["url"])
+    assert now_second["pid"] != second["pid"]
+    assert now_second["restarts"] == 1
+    assert not living(victims)
+    exits = [e for e in real_serving.events("exit") if e["data"]["pid"] == second["pid"]]
+    assert exits[0]["data"]["signal"] == signal.SIGKILL
+    assert exits[0]["data"]["last_lines"]
+
+
+@pytest.mark.row("B1")
+@pytest.mark.scenario("D-2")
+@pytest.mark.parametrize("worker", ["sglang::scheduler", "sglang::detokenizer"])
+def test_a_killed_worker_is_noticed_at_once(real_serving: ServingRole, worker: str) -> None:
+    engine = real_serving.engines()[0]
+    [child] = [
+        c
+        for c in psutil.Process(engine["pid"]).children(recursive=True)
+        if " ".join(c.cmdline()).startswith(worker)
+    ]
+    tree = tree_of(engine["pid"])
+    child.kill()
+    took = real_serving.until(lambda: real_serving.engines()[0]["pid"] != engine["pid"], 10)
+    assert took < 2.0
+    exits = [e for e in real_serving.events("exit") if e["data"]["pid"] == engine["pid"]]
+    assert worker in exits[0]["cause"]
+    assert real_serving.generate(f"after-{worker}")
+    real_serving.until_served(real_serving.status()["version"])
+    assert not living(tree)
+
+
+# Roles of their own -----------------------------------------------------------------------------
+
+
+@pytest.mark.scenario("Z-1")
+@pytest.mark.row("D2")
+def test_nothing_outlives_a_killed_role_and_versions_go_on(tmp_path: Path) -> None:
+    before = shared_memory()
+    role = start_serving(tmp_path, engines=1)
+    try:
+        role.until(lambda: role.states() == ["stale"])
+        assert role.publish(0)["version"] == 1
+        tree = tree_of(role.process.pid)
+        assert len(tree) >= 4
+    finally:
+        role.process.kill()
+        role.process.wait(10)
+        role.client.close()
+    end = time.monotonic() + 5
+    while living(tree) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not living(tree)
+    assert shared_memory() - before == set()
+    with serving_role(tmp_path, engines=1) as again:
+        assert not list((tmp_path / "serving" / "engine-0").glob("*.shm"))
+        # The newest version is served again without a publish; the next one is higher.
+        again.until_served(1)
+        assert again.publish(0)["version"] == 1
+        assert again.publish(1, scale=1.1)["version"] == 2
+        tree = tree_of(again.process.pid)
+        assert again.client.post("/v1/shutdown", {}, deadline_s=30) == {}
+        assert again.process.wait(10) == 0
+    assert not living(tree)
+    assert shared_memory() - before == set()
+    assert not list((tmp_path / "serving").glob("engine-*"))
+
+
+def test_a_model_without_tokenizer_is_refused_at_once(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    given = {"run": str(tmp_path), "model": str(model), "rollout": {}}
+    done = subprocess.run(
+        [sys.executable, str(FAKES / "serving_host.py"), json.dumps(given)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, TOKEN_ENV: TOKEN},
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().endswith(
+        "holds no tokenizer (tokenizer.json): SGLang cannot start from it"
+    )
+
+
+@pytest.mark.row("C12")
+def test_an_engine_that_refuses_its_arguments_ends_the_role_with_its_words(tmp_path: Path) -> None:
+    role = start_serving(
+        tmp_path, engines=1, engine_args=["--no-such-argument"], engine_max_restarts=1
+    )
+    assert role.process.wait(60) == 1
+    role.client.close()
+    text = role.log()
+    assert "rollout.min_engines is 1" in text
+    assert "exit code 2 while starting" in text
+    assert "unrecognized arguments: --no-such-argument" in text
+    assert "attempt_1.log" in text
