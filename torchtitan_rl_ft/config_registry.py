@@ -20,8 +20,8 @@ from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # 
 
 from torchtitan_rl_ft.config import overlay, registry  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
-from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder  # noqa: E402
-from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run  # noqa: E402
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, RunFolder  # noqa: E402
+from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run, require_roles  # noqa: E402
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager  # noqa: E402
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
@@ -116,5 +116,8 @@ def _shipped(name: str) -> RLFaultTolerantTrainer.Config:
     if folder := os.environ.get(RUN_ENV):
         overrides += ["--job.dump_folder", str(RunFolder(folder).path)]
     job = resolve(overrides)
-    find_run(str(job.run_folder.path))  # before its model is missed
+    # Before its model is missed.
+    run = find_run(str(job.run_folder.path))
+    if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
+        require_roles(run, ("rollout", "serving"))
     return finished(base(), job)

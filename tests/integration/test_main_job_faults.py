@@ -1,0 +1,196 @@
+"""Faults in a running debug job: only what failed is started again, the history stays right, and
+the job goes on to its end.
+
+The faults are done to one job, one after another, since most of a job's time is its start. A test
+that finds it ended gets a new one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from job_run import Job
+
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.run_folder import ProcessId
+
+pytestmark = pytest.mark.timeout(180)
+
+ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
+ENGINES = ("engine-0", "engine-1")
+NEVER = 100_000
+CHECKPOINT_INTERVAL = 10
+
+
+class Disturbed:
+    """The job that the faults are done to."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._job: Job | None = None
+        self._jobs = 0
+
+    def running(self) -> Job:
+        if self._job is None or self._job.processes["supervisor"].poll() is not None:
+            self._jobs += 1
+            folder = self._folder / str(self._jobs)
+            folder.mkdir()
+            self._job = self._stack.enter_context(Job(folder / "run"))
+            self._job.start(
+                *("--training.steps", str(NEVER)),
+                *("--checkpoint.interval", str(CHECKPOINT_INTERVAL)),
+                *("--recovery.role_max_restarts", "10"),
+            )
+        settle(self._job)
+        return self._job
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory) -> Iterator[Disturbed]:
+    with ExitStack() as stack:
+        yield Disturbed(tmp_path_factory.mktemp("faults"), stack)
+
+
+@pytest.fixture
+def job(disturbed) -> Job:
+    return disturbed.running()
+
+
+def settle(job: Job) -> None:
+    """Until both groups train and both engines serve."""
+    job.wait_for(lambda: groups(job) == 2 and serving(job) == set(ENGINES), "a whole job", 90)
+
+
+def groups(job: Job) -> int:
+    """Groups in the last committed step."""
+    rows = job.metrics()
+    return rows[-1]["participants"] if rows else 0
+
+
+def serving(job: Job) -> set[str]:
+    """Engines that are in service: between versions or at one."""
+    states = {}
+    for event in job.events(Kind.TRANSITION):
+        states[event.data["subject"]] = event.data["new"]
+    return {name for name, state in states.items() if state in ("stale", "installing", "serving")}
+
+
+def go_on(job: Job, steps: int = 3, timeout_s: float = 60.0) -> None:
+    """Wait for `steps` more commits."""
+    job.wait_step(job.step() + steps, timeout_s)
+
+
+def stall_s(job: Job, since_mono_s: float) -> float:
+    """The longest time without a commit."""
+    times = [e.mono_s for e in job.events(Kind.COMMIT)]
+    before = max(t for t in times if t < since_mono_s)
+    after = [t for t in times if t >= since_mono_s]
+    return max(b - a for a, b in itertools.pairwise([before, *after]))
+
+
+def check_history(job: Job) -> None:
+    found = job.audit()
+    assert found.problems == []
+    assert found.dropped == {}
+    assert [c.step for c in found.history] == list(range(1, len(found.history) + 1))
+
+
+def lives(job: Job) -> dict[str, ProcessId]:
+    return {name: job.process_of(name) for name in (*ROLES, *ENGINES)}
+
+
+def changed(job: Job, before: dict[str, ProcessId]) -> set[str]:
+    return {name for name, life in lives(job).items() if life != before[name]}
+
+
+@pytest.mark.row("M1")
+@pytest.mark.parametrize(
+    ("victim", "restarted", "longest_stall_s"),
+    [
+        # The other group goes on alone once the lighthouse misses the beats; later the new one
+        # is healed in a step.
+        ("trainer-1", {"trainer-1"}, 10),
+        # The other engine serves on.
+        ("engine-0", {"engine-0"}, 5),
+        ("rollout", {"rollout"}, 15),
+        ("lighthouse", {"lighthouse"}, 15),
+        # Engines end with their serving role, and both have to start anew.
+        ("serving", {"serving", *ENGINES}, 60),
+    ],
+)
+def test_killed_role_is_restarted_alone(job, victim, restarted, longest_stall_s):
+    before, killed_mono_s = lives(job), time.monotonic()
+    for member in {before[victim], *engine_tree(before[victim], victim)}:
+        process.kill(member)
+    job.wait_for(lambda: changed(job, before) == restarted, f"{restarted} to be started", 60)
+    settle(job)
+    go_on(job)
+    assert changed(job, before) == restarted
+    check_history(job)
+    stall = stall_s(job, killed_mono_s)
+    print(f"{victim} killed: no commit for {stall:.1f} s")
+    assert stall < longest_stall_s
+
+
+def engine_tree(root: ProcessId, name: str) -> list[ProcessId]:
+    return process.descendants(root) if name in ENGINES else []
+
+
+def test_stopped_trainer_comes_back(job):
+    """The others go on without it; it takes their state when it wakes, or a new process does."""
+    before, stopped_mono_s = lives(job), time.monotonic()
+    os.kill(before["trainer-0"].pid, signal.SIGSTOP)
+    try:
+        time.sleep(8.0)
+        go_on(job)
+    finally:
+        process.kill(before["trainer-0"], signal.SIGCONT)
+    job.wait_for(lambda: groups(job) == 2, "both groups", 60)
+    go_on(job)
+    assert changed(job, before) <= {"trainer-0"}
+    check_history(job)
+    stall = stall_s(job, stopped_mono_s)
+    print(f"trainer-0 stopped: no commit for {stall:.1f} s")
+    assert stall < 12  # process_group_timeout_ms is 5000
+
+
+def test_interrupted_in_a_step_and_resumed(job):
+    """Ctrl-C, then the same command with the flag: from the checkpoint, with the same batches."""
+    go_on(job, steps=CHECKPOINT_INTERVAL + 2)
+    job.interrupt()
+    assert job.end(timeout_s=30) == ExitCode.INTERRUPTED
+    assert job.error_lines() == ["torchtitan: error: stopped by SIGINT"]
+    assert job.left() == []
+    check_history(job)
+    done = {c.step: c for c in job.audit().history}
+    saved = max(e.step for e in job.events(Kind.CHECKPOINT))
+    last = len(done) + 3
+
+    job.start("--training.steps", str(last))
+    assert job.end() == ExitCode.CONFIG
+    (refusal,) = job.error_lines()
+    assert "auto_continue_train" in refusal and "job.dump_folder" in refusal
+
+    job.start("--recovery.auto_continue_train", "--training.steps", str(last))
+    assert job.end(timeout_s=120) == ExitCode.DONE, job.story()
+    assert job.left() == []
+    check_history(job)
+    found = job.audit()
+    assert len(found.history) == last
+    assert {state for state, n in found.counts.items() if n} == {"trained"}
+    assert job.events(Kind.RESTORE)[-1].step == saved
+    assert found.superseded >= len(done) - saved
+    assert {s: c.batch_id for s, c in done.items()} == {
+        c.step: c.batch_id for c in found.history if c.step in done
+    }
+    sealed = [e.step for e in job.events(Kind.SEAL)]
+    assert sealed == list(range(1, last + 1))  # none of them twice
