@@ -20,6 +20,7 @@ import transcript
 from conftest import FAKES, TOKEN, ServingRole, serving_role, start_serving
 from policies import tiny_model, token_of, write_policy
 
+from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.rpc.client import RoleRefused
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 from torchtitan_rl_ft.serving.engine_client import EngineClient
@@ -205,6 +206,32 @@ def test_installs_in_each_pause_mode(real_serving: ServingRole, mode: str) -> No
     assert real_serving.publish(step, scale=1.1)["installed"] == [0, 1]
 
 
+@pytest.mark.scenario("O-2")
+def test_an_abandoned_request_ends_in_the_engine_too(real_serving: ServingRole) -> None:
+    address = real_serving.folder.role("serving")
+    assert address is not None
+    body = {
+        "request_id": "abandoned",
+        "input_ids": [3, 4, 5],
+        "n": 48,
+        "sampling": LONG,
+        "timeout_s": 60,
+    }
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address.url}/v1/generate", json=body, headers=headers, timeout=0.5)
+    took = real_serving.until(lambda: real_serving.status()["in_flight"] == 0, 10)
+    assert took < 2.0
+    took += real_serving.until(lambda: not running_requests(real_serving), 10)
+    assert took < 4.0
+
+
+def running_requests(role: ServingRole) -> int:
+    """Requests that SGLang itself counts."""
+    loads = [httpx.get(e["url"] + "/v1/loads").json()["loads"][0] for e in role.engines()]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
 @pytest.mark.row("B9")
 @pytest.mark.row("C4")
 @pytest.mark.row("C7")
@@ -313,12 +340,12 @@ def test_a_model_without_tokenizer_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.row("C12")
 def test_an_engine_that_refuses_its_arguments_ends_the_role_with_its_words(tmp_path: Path) -> None:
     role = start_serving(
-        tmp_path, engines=1, engine_args=["--no-such-argument"], engine_max_restarts=1
+        tmp_path, engines=1, engine_args=["--no-such-argument"], engine_max_restarts=3
     )
-    assert role.process.wait(60) == 1
+    assert role.process.wait(60) == ExitCode.CONFIG  # a restart would meet it again
     role.client.close()
     text = role.log()
     assert "rollout.min_engines is 1" in text
-    assert "exit code 2 while starting" in text
+    assert "engine-0 refused its command line (rollout.engine_args)" in text
     assert "unrecognized arguments: --no-such-argument" in text
     assert "attempt_1.log" in text

@@ -52,7 +52,9 @@ def main(resolved: HasSections) -> int:
     except (PoolFailed, VersionsCorrupt, OSError) as e:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: serving: {e}", file=sys.stderr)
-        return ExitCode.FAILED
+        # A new serving role would start the same engines the same way.
+        never_up = isinstance(e, PoolFailed) and e.never_up
+        return ExitCode.CONFIG if never_up else ExitCode.FAILED
     finally:
         events.close()
 

@@ -111,6 +111,8 @@ class SGLangLauncher:
         if self._on_cpu:
             env |= sglang_cpu.ENVIRONMENT
         env["TMPDIR"] = str(scratch)
+        # How soon SGLang sees that the caller of a running request has gone (4 s by default).
+        env.setdefault("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1")
         env.setdefault("HF_HUB_OFFLINE", "1")  # everything that it loads is a folder here
         return env
 

@@ -11,7 +11,12 @@ from torchtitan_rl_ft.serving.states import EngineState
 
 
 class PoolFailed(Exception):
-    """Fewer engines than `rollout.min_engines` can ever serve again."""
+    """Fewer engines than `rollout.min_engines` can ever serve again. `never_up`: none has come
+    up at all, in spite of all tries."""
+
+    def __init__(self, message: str, *, never_up: bool) -> None:
+        super().__init__(message)
+        self.never_up = never_up
 
 
 class EnginePool:
@@ -76,5 +81,6 @@ class EnginePool:
             usable = len(self.slots) - len(given_up)
             raise PoolFailed(
                 f"{usable} of {len(self.slots)} engines are left, rollout.min_engines is "
-                f"{self._shared.rollout.min_engines}: {given_up[-1]}"
+                f"{self._shared.rollout.min_engines}: {given_up[-1]}",
+                never_up=not any(s.came_up for s in self.slots),
             )

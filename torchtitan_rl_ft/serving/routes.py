@@ -66,12 +66,13 @@ class Routes:
         return web.json_response(answer)
 
     async def generate(self, request: web.Request) -> web.Response:
-        """A repeated `request_id` joins the first one instead of generating again. When every
-        caller has gone, so does the request, also in the engine."""
+        """A repeated request joins the first one, or gets its samples while their version is the
+        current one, instead of generating again. When every caller has gone, so does the request,
+        also in the engine."""
         asked = _generate_request(await _body(request))
         answer = self._answers.get(asked.request_id)
-        if answer is None or answer.failed:
-            answer = Answer(asyncio.create_task(self._service.generate(asked)))
+        if answer is None or not answer.serves(asked, self._service.version):
+            answer = Answer(asked, asyncio.create_task(self._service.generate(asked)))
             self._answers[asked.request_id] = answer
             self._forget_old()
         try:
@@ -101,18 +102,23 @@ class Routes:
 class Answer:
     """A generate request in work, and those who wait for it."""
 
-    def __init__(self, task: asyncio.Task[list[Sample]]) -> None:
-        self._task = task
+    def __init__(self, asked: GenerateRequest, task: asyncio.Task[list[Sample]]) -> None:
+        self._asked, self._task = asked, task
         self._waiting = 0
 
     @property
     def done(self) -> bool:
         return self._task.done()
 
-    @property
-    def failed(self) -> bool:
-        """Over without samples: a repetition may try anew."""
-        return self.done and (self._task.cancelled() or self._task.exception() is not None)
+    def serves(self, asked: GenerateRequest, version: int) -> bool:
+        """Whether it is, or will be, the answer to `asked` under the current `version`."""
+        if asked != self._asked:
+            return False
+        if not self.done:
+            return True
+        if self._task.cancelled() or self._task.exception() is not None:
+            return False
+        return all(s.max_version == version for s in self._task.result())
 
     async def join(self, request: web.Request) -> list[Sample]:
         self._waiting += 1

@@ -109,6 +109,12 @@ class ServingService:
 
     # Versions -------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:
+        """The version that engines are required to hold; 0 before the first publish."""
+        target = self.pool.target
+        return target.release.version if target is not None else 0
+
     async def publish(
         self, step: int, token: str, path: Path, manifest_digest: str, wait: str, deadline_s: float
     ) -> tuple[int, list[int]]:
@@ -248,7 +254,7 @@ class ServingService:
     def status(self) -> dict[str, Any]:
         target = self.pool.target
         return {
-            "version": target.release.version if target is not None else 0,
+            "version": self.version,
             "step": target.release.step if target is not None else None,
             "proof": target.proof.kind if target is not None else None,
             "engines": [slot.to_json() for slot in self.pool.slots],

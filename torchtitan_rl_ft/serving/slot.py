@@ -40,6 +40,9 @@ OBSERVE_S = 1.0
 INSTALL_TRIES = 2
 INSTALL_RETRY_DELAY_S = 0.2
 
+REFUSED_EXIT_CODE = 2
+"""Of a program that refuses its command line: the next start would meet the same error."""
+
 INSTALL_ERRORS = (
     InstallFailed,
     EngineRefused,
@@ -89,6 +92,8 @@ class Slot:
         self.starts = 0
         self.given_up: str | None = None
         """Why no engine will be started here again."""
+        self.came_up = False
+        """An engine has come up here at least once."""
         self._closing = False
         self._last_log: Path | None = None
         self._task: asyncio.Task[None] | None = None
@@ -139,7 +144,7 @@ class Slot:
             now = self._shared.clock()
             delay_s = self._budget.delay_s(now)
             if delay_s is None:
-                self._give_up(last_reason)
+                self._give_up(f"{self._spent()}; last: {last_reason}")
                 return
             if self.starts:
                 self._shared.events.emit(
@@ -158,13 +163,20 @@ class Slot:
                 last_reason = f"cannot be started: {e}"
                 continue
             last_reason = await self._live(engine)
+            refused = engine.process.child.returncode == REFUSED_EXIT_CODE
+            if refused and not engine.up.is_set():
+                self._give_up("refused its command line (rollout.engine_args)")
+                return
 
-    def _give_up(self, reason: str) -> None:
+    def _spent(self) -> str:
         rollout = self._shared.rollout
-        self.given_up = (
-            f"{self.name} was started {rollout.engine_max_restarts} times within "
-            f"{rollout.engine_restart_window_s:g} s (rollout.engine_max_restarts); last: {reason}"
+        return (
+            f"was started {rollout.engine_max_restarts} times within "
+            f"{rollout.engine_restart_window_s:g} s (rollout.engine_max_restarts)"
         )
+
+    def _give_up(self, why: str) -> None:
+        self.given_up = f"{self.name} {why}"
         if self._last_log is not None:
             lines = "".join(f"\n    {line}" for line in last_lines(self._last_log))
             self.given_up += f"; log: {self._last_log}{lines}"
@@ -252,6 +264,7 @@ class Slot:
         """
         await self._come_up(engine)
         engine.up.set()
+        self.came_up = True
         engine.move(EngineState.STALE, "up, holds no published version")
         while True:
             await self._shared.changes.wait_until(lambda: self._behind(engine), 3600.0)
