@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -74,6 +75,28 @@ def test_events_survive_the_way_through_the_file(tmp_path):
     first, second = read_events(tmp_path / "events.jsonl")
     assert (first.kind, first.version, first.step, first.attempt) == (Kind.PUBLISH, 3, 2, 2)
     assert first.data == {"slots": [0, 1]} and second.cause == "slow" and second.step is None
+
+
+def test_a_torn_event_costs_no_other_one(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, run="r", role="serving", name="serving")
+    log.emit(Kind.WARN, cause="first")
+    with open(path, "ab") as f:
+        f.write(path.read_bytes()[:40])  # a full disk
+    log.emit(Kind.WARN, cause="second")
+    with open(path, "ab") as f:
+        f.write(b"nonsense\n")
+    log.emit(Kind.WARN, cause="third")
+    log.close()
+    assert [e.cause for e in read_events(path)] == ["first", "second", "third"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_an_event_that_cannot_be_written_is_an_error():
+    log = EventLog(Path("/dev/full"), run="r", role="serving", name="serving")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        log.emit(Kind.WARN, cause="lost")
+    log.close()
 
 
 # State ----------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ descriptor, so lines of several processes never mix.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import time
@@ -15,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
+
+_LINE_START = b'{"wall_s":'
 
 
 class Kind(StrEnum):
@@ -91,6 +95,7 @@ class EventLog:
     """Appends the events of one process to `events.jsonl`."""
 
     def __init__(self, path: Path, *, run: str, role: str, name: str, attempt: int = 1) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._run, self._role, self._name, self._attempt = run, role, name, attempt
@@ -120,7 +125,16 @@ class EventLog:
             version=version,
             data=data,
         )
-        os.write(self._fd, event.to_line())
+        self._append(event.to_line())
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError that names the file."""
+        try:
+            written = os.write(self._fd, line)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from None
+        if written != len(line):  # the disk has just become full
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:
         os.close(self._fd)
@@ -143,12 +157,22 @@ def first_line(cause: Any) -> str:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Events of a file in order. A torn last line (no newline, or not JSON) ends the iteration."""
+    """Events of a file in order. A line without its end, which is still being written, ends the
+    iteration. A line that a full disk tore is skipped, and what was appended to it is read."""
     known = Event.__dataclass_fields__
     with open(path, "rb") as f:
         for line in f:
             if not line.endswith(b"\n"):
                 return
-            fields: dict[str, Any] = {k: v for k, v in json.loads(line).items() if k in known}
-            fields["kind"] = Kind(fields["kind"])
-            yield Event(**fields)
+            read = _read_line(line)
+            if read is not None:
+                fields: dict[str, Any] = {k: v for k, v in read.items() if k in known}
+                fields["kind"] = Kind(fields["kind"])
+                yield Event(**fields)
+
+
+def _read_line(line: bytes) -> dict[str, Any] | None:
+    for start in (0, max(0, line.rfind(_LINE_START))):
+        with contextlib.suppress(ValueError):
+            return json.loads(line[start:])
+    return None

@@ -43,6 +43,7 @@ class Engine:
         self._machine = StateMachine(self.name, events)
         self._changes, self._clock = changes, clock
         self.version: int | None = None
+        self.loading: int | None = None  # version being installed: its files are needed
         self.digest: str | None = None  # model_digest of what it holds, when proved
         self.in_flight = 0
         self.up = asyncio.Event()

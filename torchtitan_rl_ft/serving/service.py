@@ -199,7 +199,7 @@ class ServingService:
 
     def _prune(self) -> None:
         """Remove weights that no engine holds or loads."""
-        needed = {e.version for e in self.pool.engines if e.version is not None}
+        needed = {v for e in self.pool.engines for v in (e.version, e.loading) if v is not None}
         self._versions.prune(needed)
 
     async def wait_version(self, after: int, timeout_s: float) -> dict[str, Any]:

@@ -269,7 +269,11 @@ class Slot:
         while True:
             await self._shared.changes.wait_until(lambda: self._behind(engine), 3600.0)
             if (target := self._shared.target) is not None and self._behind(engine):
-                await self._install(engine, target)
+                engine.loading = target.release.version
+                try:
+                    await self._install(engine, target)
+                finally:
+                    engine.loading = None
 
     async def _watch_workers(self, engine: Engine) -> str:
         """The reason when a part of the engine is gone while its main process is up."""
