@@ -23,6 +23,7 @@ from torchtitan_rl_ft.serving.router import GenerateRequest
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
 from torchtitan_rl_ft.weights.proof import EngineLayout
+from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
 
@@ -149,6 +150,7 @@ async def open_pool(
             launcher,
             EngineLayout("float32", 1, cpu_hash),
             http,
+            DiskTransport(),
             model_path=model,
             seeded=seeded,
         )

@@ -21,6 +21,7 @@ from conftest import FAKES, TOKEN, ServingRole, serving_role, start_serving
 from policies import tiny_model, token_of, write_policy
 
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.footprint import IPC_PREFIXES, SHM
 from torchtitan_rl_ft.rpc.client import RoleRefused
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 from torchtitan_rl_ft.serving.engine_client import EngineClient
@@ -52,7 +53,7 @@ def living(pids: set[int]) -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    return {p.name for p in Path("/dev/shm").iterdir()}
+    return {p.name for p in SHM.iterdir() if p.name.startswith(IPC_PREFIXES)}
 
 
 def ask_many(role: ServingRole, names: list[str], **fields: object) -> list[list[dict]]:
@@ -223,7 +224,7 @@ def test_an_abandoned_request_ends_in_the_engine_too(real_serving: ServingRole) 
     took = real_serving.until(lambda: real_serving.status()["in_flight"] == 0, 10)
     assert took < 2.0
     took += real_serving.until(lambda: not running_requests(real_serving), 10)
-    assert took < 4.0
+    assert took < 6.0
 
 
 def running_requests(role: ServingRole) -> int:
@@ -265,23 +266,27 @@ def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingR
 
 @pytest.mark.row("B1")
 @pytest.mark.scenario("D-2")
-@pytest.mark.parametrize("worker", ["sglang::scheduler", "sglang::detokenizer"])
-def test_a_killed_worker_is_noticed_at_once(real_serving: ServingRole, worker: str) -> None:
-    engine = real_serving.engines()[0]
-    [child] = [
-        c
-        for c in psutil.Process(engine["pid"]).children(recursive=True)
-        if " ".join(c.cmdline()).startswith(worker)
-    ]
-    tree = tree_of(engine["pid"])
-    child.kill()
-    took = real_serving.until(lambda: real_serving.engines()[0]["pid"] != engine["pid"], 10)
-    assert took < 2.0
-    exits = [e for e in real_serving.events("exit") if e["data"]["pid"] == engine["pid"]]
-    assert worker in exits[0]["cause"]
-    assert real_serving.generate(f"after-{worker}")
+def test_killed_workers_are_noticed_at_once(real_serving: ServingRole) -> None:
+    """The scheduler of one engine, the detokenizer of the other: the servers are still up."""
+    workers = ["sglang::scheduler", "sglang::detokenizer"]
+    engines = real_serving.engines()
+    trees = set[int]().union(*(tree_of(e["pid"]) for e in engines))
+    for engine, worker in zip(engines, workers, strict=True):
+        [child] = [
+            c
+            for c in psutil.Process(engine["pid"]).children(recursive=True)
+            if " ".join(c.cmdline()).startswith(worker)
+        ]
+        child.kill()
+    pids = {e["pid"] for e in engines}
+    assert real_serving.until(lambda: not pids & {e["pid"] for e in real_serving.engines()}) < 2.0
+    exits = real_serving.events("exit")
+    for engine, worker in zip(engines, workers, strict=True):
+        [cause] = [e["cause"] for e in exits if e["data"]["pid"] == engine["pid"]]
+        assert worker in cause
+    assert real_serving.generate("waits for a new engine")
     real_serving.until_served(real_serving.status()["version"])
-    assert not living(tree)
+    assert not living(trees)
 
 
 # Roles of their own -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import aiohttp
 
-from torchtitan_rl_ft.config.sections import Sections
+from torchtitan_rl_ft.config.sections import RolloutSection, Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.rpc import server
@@ -27,6 +27,7 @@ from torchtitan_rl_ft.serving.pool import PoolFailed
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.serving.versions import VersionsCorrupt
+from torchtitan_rl_ft.weights.transports import TransportUnknown, make_transport
 
 NAME = "serving"
 
@@ -41,7 +42,7 @@ def main(resolved: HasSections) -> int:
     sections = resolved.sections
     folder = RunFolder(sections.job.dump_folder)
     model_path = Path(sections.model.hf_assets_path or folder.model)
-    problem = check_model_folder(model_path) or interpreter_problem(sections.rollout, os.environ)
+    problem = _problem(sections.rollout, model_path)
     if problem is not None:
         print(f"torchtitan: error: serving: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
@@ -57,6 +58,15 @@ def main(resolved: HasSections) -> int:
         return ExitCode.CONFIG if never_up else ExitCode.FAILED
     finally:
         events.close()
+
+
+def _problem(rollout: RolloutSection, model_path: Path) -> str | None:
+    """Why serving cannot start with this configuration, or None."""
+    try:
+        make_transport(rollout.weight_transport)
+    except TransportUnknown as e:
+        return str(e)
+    return check_model_folder(model_path) or interpreter_problem(rollout, os.environ)
 
 
 async def _serve(sections: Sections, folder: RunFolder, model_path: Path, events: EventLog) -> int:
@@ -75,6 +85,7 @@ async def _serve(sections: Sections, folder: RunFolder, model_path: Path, events
             launcher,
             launcher.layout,
             http,
+            make_transport(sections.rollout.weight_transport),
             model_path=model_path,
             seeded=launcher.seeded,
         )

@@ -18,7 +18,7 @@ from torchtitan_rl_ft.serving.service import PublishRefused, ServingService
 MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
 KEPT_ANSWERS = 256
-ABANDONED_POLL_S = 1.0
+ABANDONED_POLL_S = 0.25
 RESERVED_SAMPLING = ("n", "sampling_seed")
 
 

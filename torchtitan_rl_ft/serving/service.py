@@ -27,8 +27,7 @@ from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid, read_manifest
 from torchtitan_rl_ft.weights.proof import EngineLayout, make_proof
-from torchtitan_rl_ft.weights.transports.base import Release
-from torchtitan_rl_ft.weights.transports.disk import DiskTransport
+from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
 
@@ -48,6 +47,7 @@ class ServingService:
         launcher: Launcher,
         layout: EngineLayout,
         http: aiohttp.ClientSession,
+        transport: WeightTransport,
         *,
         model_path: Path,
         seeded: bool,
@@ -68,7 +68,7 @@ class ServingService:
             events=events,
             launcher=launcher,
             http=http,
-            installer=Installer(DiskTransport(), rollout.pause_mode, rollout.install_timeout_s),
+            installer=Installer(transport, rollout.pause_mode, rollout.install_timeout_s),
             prober=Prober(
                 ProbeLimits(
                     first_wait_s=rollout.health_check_first_wait,

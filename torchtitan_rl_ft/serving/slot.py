@@ -98,7 +98,8 @@ class Slot:
         self._last_log: Path | None = None
         self._task: asyncio.Task[None] | None = None
         rollout = shared.rollout
-        self._budget = StartBudget(rollout.engine_max_restarts, rollout.engine_restart_window_s)
+        starts = max(1, rollout.engine_max_restarts)
+        self._budget = StartBudget(starts, rollout.engine_restart_window_s)
 
     def open(self) -> None:
         self._task = asyncio.create_task(self._run(), name=self.name)
