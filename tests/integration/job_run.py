@@ -107,6 +107,10 @@ class Job:
         """What Ctrl-C does: the roles are in sessions of their own."""
         self.processes[name].send_signal(signal.SIGINT)
 
+    def kill(self, name: str = SUPERVISOR) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
     def out(self, name: str = SUPERVISOR) -> str:
         return (self._output / f"{name}.out").read_text()
 
@@ -163,6 +167,17 @@ class Job:
         self.wait_for(lambda: len(self.events(kind, **data)) >= n, what, timeout_s)
 
     # What is left -----------------------------------------------------------------------
+
+    def wait_for_none_alive(self, within_s: float) -> None:
+        end = time.monotonic() + within_s
+        while alive := self.alive():
+            assert time.monotonic() < end, f"alive after {within_s} s: {alive}\n{self.story()}"
+            time.sleep(0.1)
+
+    def alive(self) -> list[ProcessId]:
+        """Processes of the job that were seen and still live."""
+        with self._looking:
+            return [p for p in self.footprint.processes if p.alive()]
 
     def left(self, within_s: float = 0.0) -> list[str]:
         """Processes, ports and shared memory of the job that are still there."""

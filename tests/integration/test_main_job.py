@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from job_run import CONFIG, Job
+from job_run import COMMAND, CONFIG, Job
 
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
@@ -72,6 +73,8 @@ class Live:
     urls: dict[str, str]
     statuses: dict[tuple[str, str, str], tuple[int, int]]
     """(role, method, path) -> status without a token, and with a wrong one."""
+    second_job: subprocess.CompletedProcess[str]
+    """Another `torchtitan run` on the same folder."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,12 @@ def look(job: Job, routes: dict[str, list[tuple[str, str]]]) -> Live:
             for role, role_routes in routes.items()
             for method, path in role_routes
         },
+        second_job=subprocess.run(
+            [*COMMAND, "run", CONFIG, "--job.dump_folder", str(job.folder.path)],
+            env=job.env,
+            capture_output=True,
+            text=True,
+        ),
     )
 
 
@@ -168,6 +177,13 @@ def test_run_folder_is_complete(done):
         assert not folder.log_file(name, 2).exists(), name
     newest = folder.path / "checkpoint" / f"step-{STEPS}"
     assert (newest / "commit.json").exists()
+
+
+def test_a_second_job_on_the_folder_was_refused(done):
+    second = done.live.second_job
+    assert second.returncode == ExitCode.CONFIG
+    assert second.stderr.splitlines()[-1].startswith("torchtitan: error: another `torchtitan run`")
+    assert str(done.job.folder.path) in second.stderr and second.stdout == ""
 
 
 # What it did --------------------------------------------------------------------------------

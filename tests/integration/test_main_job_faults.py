@@ -23,12 +23,16 @@ from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import ProcessId
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(240)
 
 ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
 ENGINES = ("engine-0", "engine-1")
-NEVER = 100_000
 CHECKPOINT_INTERVAL = 10
+LONG = (
+    *("--training.steps", "100000"),
+    *("--checkpoint.interval", str(CHECKPOINT_INTERVAL)),
+    *("--recovery.role_max_restarts", "10"),
+)
 
 
 class Disturbed:
@@ -45,11 +49,7 @@ class Disturbed:
             folder = self._folder / str(self._jobs)
             folder.mkdir()
             self._job = self._stack.enter_context(Job(folder / "run"))
-            self._job.start(
-                *("--training.steps", str(NEVER)),
-                *("--checkpoint.interval", str(CHECKPOINT_INTERVAL)),
-                *("--recovery.role_max_restarts", "10"),
-            )
+            self._job.start(*LONG)
         settle(self._job)
         return self._job
 
@@ -163,34 +163,57 @@ def test_stopped_trainer_comes_back(job):
     assert stall < 12  # process_group_timeout_ms is 5000
 
 
-def test_interrupted_in_a_step_and_resumed(job):
-    """Ctrl-C, then the same command with the flag: from the checkpoint, with the same batches."""
+def test_interrupted_in_a_step_then_killed_then_finished(job):
+    """Ctrl-C, resume, SIGKILL of the supervisor, resume: each time from the newest checkpoint and
+    with the batches that were sealed."""
     go_on(job, steps=CHECKPOINT_INTERVAL + 2)
     job.interrupt()
     assert job.end(timeout_s=30) == ExitCode.INTERRUPTED
     assert job.error_lines() == ["torchtitan: error: stopped by SIGINT"]
     assert job.left() == []
     check_history(job)
-    done = {c.step: c for c in job.audit().history}
-    saved = max(e.step for e in job.events(Kind.CHECKPOINT))
-    last = len(done) + 3
+    interrupted = batches(job)
 
-    job.start("--training.steps", str(last))
+    job.start()
     assert job.end() == ExitCode.CONFIG
     (refusal,) = job.error_lines()
     assert "auto_continue_train" in refusal and "job.dump_folder" in refusal
 
+    job.start(*LONG, "--recovery.auto_continue_train")
+    job.wait_step(len(interrupted) + CHECKPOINT_INTERVAL + 2, 120)
+    check_resumed(job, interrupted)
+    job.kill()
+    job.wait_for_none_alive(within_s=10)
+    check_history(job)
+    killed = batches(job)
+
+    last = len(killed) + 3
     job.start("--recovery.auto_continue_train", "--training.steps", str(last))
     assert job.end(timeout_s=120) == ExitCode.DONE, job.story()
-    assert job.left() == []
-    check_history(job)
+    assert job.left() == []  # shared memory of the killed engines too
+    check_resumed(job, killed)
     found = job.audit()
     assert len(found.history) == last
     assert {state for state, n in found.counts.items() if n} == {"trained"}
-    assert job.events(Kind.RESTORE)[-1].step == saved
-    assert found.superseded >= len(done) - saved
-    assert {s: c.batch_id for s, c in done.items()} == {
-        c.step: c.batch_id for c in found.history if c.step in done
-    }
     sealed = [e.step for e in job.events(Kind.SEAL)]
     assert sealed == list(range(1, last + 1))  # none of them twice
+
+
+def batches(job: Job) -> dict[int, int]:
+    """The batch of each committed step."""
+    return {c.step: c.batch_id for c in job.audit().history}
+
+
+def check_resumed(job: Job, before: dict[int, int]) -> None:
+    """The last start took the newest checkpoint, and trained the same batches after it."""
+    events = job.events()
+    at = max(i for i, e in enumerate(events) if e.kind is Kind.RUN and e.phase == "resume")
+    saved = max(e.step for e in events[:at] if e.kind is Kind.CHECKPOINT)
+    assert 0 < saved <= len(before)
+    # The second group heals from the first, when that one is soon enough.
+    assert {e.step for e in events[at:] if e.kind is Kind.RESTORE} == {saved}
+    again = [e.step for e in events[at:] if e.kind is Kind.COMMIT]
+    assert again == list(range(saved + 1, saved + 1 + len(again)))
+    check_history(job)
+    now = batches(job)
+    assert {step: now[step] for step in before} == before

@@ -62,7 +62,10 @@ def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSp
         phase = "start" if start is start_state.Start.FRESH else start.value
         events.emit(Kind.RUN, phase=phase, roles=[s.name for s in specs])
         outcome = asyncio.run(_supervise(resolved, specs, events))
-        events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)
+        try:
+            events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)
+        except OSError as e:  # a full disk: the outcome is told all the same
+            _say(f"warning: {e}")
     finally:
         folder.unregister(NAME)
         folder.forget_token()
@@ -131,7 +134,11 @@ def _report(resolved: Resolved, outcome: Outcome) -> None:
 def _save_curve(folder: RunFolder, summary: Summary) -> None:
     if summary.rewards:
         path = folder.path / "reward.png"
-        save_png(path, summary.reward_steps, summary.rewards, folder.path.name)
+        try:
+            save_png(path, summary.reward_steps, summary.rewards, folder.path.name)
+        except OSError as e:
+            _say(f"warning: no curve: {e}")
+            return
         print(f"{'curve':<11}{path}", flush=True)
 
 

@@ -40,6 +40,9 @@ OBSERVE_S = 1.0
 INSTALL_TRIES = 2
 INSTALL_RETRY_DELAY_S = 0.2
 
+GIVEN_UP_LOG_LINES = 4
+"""Fewer than are shown of the log of serving itself, which tells this too."""
+
 REFUSED_EXIT_CODE = 2
 """Of a program that refuses its command line: the next start would meet the same error."""
 
@@ -179,8 +182,8 @@ class Slot:
     def _give_up(self, why: str) -> None:
         self.given_up = f"{self.name} {why}"
         if self._last_log is not None:
-            lines = "".join(f"\n    {line}" for line in last_lines(self._last_log))
-            self.given_up += f"; log: {self._last_log}{lines}"
+            lines = last_lines(self._last_log, GIVEN_UP_LOG_LINES)
+            self.given_up += "\n    ".join([f"; log: {self._last_log}", *lines])
         self._shared.events.emit(Kind.FAULT, cause=self.given_up, subject=self.name)
         self._shared.changes.notify()
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchtitan_rl_ft.config.rules.job import Job
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def policy_age(job: Job) -> Iterator[str]:
@@ -71,6 +72,10 @@ def model_directory(job: Job) -> Iterator[str]:
     if not any(exists(f"{path}/{name}") for name in TOKENIZER_FILES):
         yield job.broken(
             f"the model directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)})", *keys
+        )
+    if not any(exists(f"{path}/{name}") for name in WEIGHT_FILES):
+        yield job.broken(
+            f"the model directory holds no weights (none of {', '.join(WEIGHT_FILES)})", *keys
         )
 
 

@@ -88,7 +88,7 @@ def suspicious(job: Job) -> list[str]:
     )
     path = job.resolved.sections.model.hf_assets_path
     warn(
-        bool(path) and not job.machine.exists(path),
+        bool(path) and not job.starting and not job.machine.exists(path),
         "the model directory is not there yet",
         "model.hf_assets_path",
     )
