@@ -44,6 +44,8 @@ ARGUMENTS = (
     "--max-total-tokens=8192",
     "--enable-deterministic-inference",
     "--skip-server-warmup",
+    # An idle scheduler polls its sockets in a busy loop: two take most of a core from the trainers.
+    "--sleep-on-idle",
 )
 
 MODEL_MODULES = "sglang/srt/models"
