@@ -35,7 +35,9 @@ test-unit: environment
 	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
 
 soak: environment
-	@$(BIN)/python -m pytest -q -m soak $(ARGS) || { rc=$$?; [ $$rc -eq 5 ] && echo "no soak tests yet"; }
+	@mkdir -p benchmarks/results
+	@set -o pipefail; $(BIN)/python -m pytest -m soak -v -rP --durations=0 -p no:warnings $(ARGS) \
+		| sed "s#$(CURDIR)#.#g" | tee benchmarks/results/soak.txt
 
 lint: environment
 	@$(BIN)/ruff check --quiet .
