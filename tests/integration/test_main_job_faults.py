@@ -107,8 +107,9 @@ def back(job: Job, name: str, since_mono_s: float) -> bool:
             if event.kind is Kind.TRANSITION and event.data["new"] == "serving":
                 return True
         elif name.startswith("trainer"):
-            if event.kind is Kind.QUORUM and event.pid == job.process_of(name).pid:
-                return event.data["participants"] == 2
+            together = event.kind is Kind.QUORUM and event.data["participants"] == 2
+            if together and event.pid == job.process_of(name).pid:
+                return True
         elif event.kind is Kind.READY and event.name == name and "subject" not in event.data:
             return True
     return False
@@ -137,7 +138,7 @@ def changed(job: Job, before: dict[str, ProcessId]) -> set[str]:
         # is healed in a step.
         ("trainer-1", {"trainer-1"}, 10),
         # The other engine serves on.
-        ("engine-0", {"engine-0"}, 5),
+        ("engine-0", {"engine-0"}, 10),
         ("rollout", {"rollout"}, 15),
         ("lighthouse", {"lighthouse"}, 15),
         # Engines end with their serving role, and both have to start anew.
