@@ -28,8 +28,11 @@ export OMP_NUM_THREADS ?= 1
 run: environment
 	@$(BIN)/torchtitan run --job.config_file rl_ft.toml --job.dump_folder $(RUN_FOLDER) $(ARGS)
 
+# A library's types without a module are complained of at exit, after pytest's last line.
+QUIET_EXIT := PYTHONWARNINGS="ignore:builtin type swig:DeprecationWarning"
+
 test: environment
-	@$(BIN)/python -m pytest -q -m "not soak" $(ARGS)
+	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m "not soak" $(ARGS)
 
 test-unit: environment
 	@$(BIN)/python -m pytest -q tests/unit $(ARGS)

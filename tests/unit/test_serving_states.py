@@ -18,7 +18,7 @@ def machine_in(state: EngineState) -> StateMachine:
     return machine
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(S, S))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(S, S)))
 def test_the_table_decides_every_move(old: EngineState, new: EngineState) -> None:
     machine = machine_in(old)
     if new in LEGAL[old]:
