@@ -357,3 +357,15 @@ async def test_a_change_in_another_thread_wakes_waiters(run: Run) -> None:
     await asyncio.sleep(0.05)
     await asyncio.to_thread(issue, run.journal, 1)
     await asyncio.wait_for(waiting, 2.0)
+
+
+def test_no_step_beyond_the_last_one_is_begun(tmp_path: Path) -> None:
+    """A run that is resumed with fewer steps finds batches sealed beyond its end."""
+    run = Run(tmp_path, options={"last_step": 1})
+    for _ in range(3):
+        seal(run.journal)
+    done = run.commit()
+    assert run.ledger.next_now(1, A.uuid) == {"status": "waiting", "duties": [PUBLISH]}
+    assert run.begin(A, after(done), done).decision is Decision.WAIT
+    assert run.journal.sealed_ahead == 2
+    assert run.journal.audit().problems == []

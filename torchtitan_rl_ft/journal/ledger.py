@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,6 +59,7 @@ class Ledger:
         metrics_path: Path,
         why_incomplete: Callable[[CheckpointRef], str | None],
         find_checkpoints: Callable[[], Sequence[CheckpointRef]] = tuple,
+        last_step: int | None = None,
         max_numeric_refusals: int = 3,
         at_numeric_limit: Literal["drop", "stop"] = "stop",
         lease_s: float = LEASE_S,
@@ -67,9 +68,10 @@ class Ledger:
         gone: Callable[[Member], bool] = process_gone,
     ) -> None:
         """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which ones
-        have a marker (see checkpoints.py)."""
+        have a marker (see checkpoints.py); no step beyond `last_step` is begun."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
+        self._last_step = last_step
         self._why_incomplete, self._find_checkpoints = why_incomplete, find_checkpoints
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
@@ -125,10 +127,19 @@ class Ledger:
         self._pulse.set()
         self._pulse = asyncio.Event()
 
+    def _plan(self) -> Mapping[int, BatchRef]:
+        """What may be trained: batches that an earlier start of the run sealed for steps beyond
+        the present end stay where they are."""
+        plan = self.journal.plan
+        if self._last_step is None:
+            return plan
+        end = max(self._last_step, self.journal.tip.step)
+        return {step: batch for step, batch in plan.items() if step <= end}
+
     def view(self) -> LedgerView:
         return LedgerView(
             tokens=self.journal.tokens,
-            plan=self.journal.plan,
+            plan=self._plan(),
             members=self._members.views(),
             checkpoints=self.journal.checkpoints,
             why_incomplete=self._why_incomplete,

@@ -97,6 +97,7 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             metrics_path=folder.metrics,
             why_incomplete=checker(folder.path),
             find_checkpoints=finder(folder.path / str(resolved.get("checkpoint.folder"))),
+            last_step=int(resolved.get("training.steps")),
             max_numeric_refusals=sections.recovery.max_numeric_refusals,
         )
         # One connection per request in flight; serving is one hop away on this host.
