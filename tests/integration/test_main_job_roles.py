@@ -61,13 +61,3 @@ def test_torchtitans_entry_point_says_what_is_missing(tmp_path, run, message):
         assert job.end("train") != ExitCode.DONE
         last = job.err("train").strip().splitlines()[-1]
         assert message.format(folder=job.folder.path) in last
-
-
-@pytest.mark.slow
-def test_trainer_by_hand_without_a_run_says_what_is_missing(tmp_path):
-    with Job(tmp_path / "run") as job:
-        job.start_role("trainer", "--fault_tolerance.replica_id", "1")
-        job.wait_for(lambda: job.err("trainer"), "a word", 90)
-        assert job.end("trainer", timeout_s=90) == ExitCode.FAILED
-        (error,) = job.error_lines("trainer")
-        assert "role lighthouse was never up" in error and "--role lighthouse" in error
