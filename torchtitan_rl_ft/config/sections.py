@@ -190,13 +190,44 @@ class RLSection:
     eval_prompts: int = 100
     """Held-out prompts answered greedily at the end. 0: no evaluation."""
 
+    mask_off_policy_prefix: bool = False
+    """Train only the tokens of the newest version of a sample that spans several."""
+
     max_prompt_failures: int = 3
     """Failed generations of a prompt before its group is dropped."""
 
 
 @dataclass(kw_only=True, slots=True)
+class EngineGroup:
+    """One `[[rollout.groups]]` table."""
+
+    name: str
+    """Name of the group; requests name it, "policy" when they name none."""
+
+    role: Literal["regular", "prefill", "decode", "frozen"] = "regular"
+    """regular: takes the policy's versions. prefill, decode: the two halves of disaggregated
+    engines, taken from one group of each. frozen: keeps its own checkpoint (a reference or
+    reward model)."""
+
+    model: str = ""
+    """HF directory. Empty: the job's model; a frozen group must name one."""
+
+    engines: int = 1
+    """Engines of the group."""
+
+    nodes_per_engine: int = 1
+    """Processes that one engine spans (SGLang's --nnodes); started and retired as one."""
+
+    engine_args: list[str] = field(default_factory=list)
+    """Arguments after those of rollout.engine_args."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutSection:
     # slime's knobs, by name ---------------------------------------------------------------
+    use_fault_tolerance: bool = True
+    """Accepted for old configurations, without effect: engines are always watched."""
+
     health_check_first_wait: float = 600.0
     """Seconds after a (re)start or resume before an engine is probed in the background."""
 
@@ -205,6 +236,9 @@ class RolloutSection:
 
     health_check_timeout: float = 600.0
     """Seconds within which a probe must be answered."""
+
+    health_check_failure_threshold: int = 2
+    """Failed probes in a row, without a token in between, that mean death."""
 
     cleanup_timeout: float = 60.0
     """Seconds for all clean-up together."""
@@ -218,11 +252,28 @@ class RolloutSection:
     queue_run_id: str = ""
     """Id of the run inside data_dir."""
 
+    retain_ttl: float = 3600.0
+    """Seconds that serving and its engines are kept after a job that failed or was killed, for a
+    resubmitted one to reattach. 0: they end with the job."""
+
+    keep_serving: bool = False
+    """Keep them after Ctrl-C as well (`torchtitan run --keep-serving`)."""
+
+    debug_mode: Literal["none", "rollout_only", "train_only"] = "none"
+    """rollout_only: no trainer, samples are dumped. train_only: no engine, batches come from
+    dumps."""
+
     save_debug_rollout_data: str = ""
     """Template of dump files, with {rollout_id}."""
 
     load_debug_rollout_data: str = ""
-    """Template of dump files to train from instead of generating."""
+    """Template of dump files to train from instead of generating (implies train_only)."""
+
+    load_debug_rollout_data_subsample: float = 1.0
+    """Share of the prompt groups of each dump that is used; groups stay whole."""
+
+    save_debug_train_data: str = ""
+    """Template of dump files of what was trained, with {rollout_id}."""
 
     # Engines ----------------------------------------------------------------------------
     engines: int = 2
@@ -245,6 +296,31 @@ class RolloutSection:
 
     min_engines: int = 1
     """Fewest engines that must serve."""
+
+    standby_engines: int = 0
+    """Engines more, started and idle: one takes the place of an engine that died by one
+    install."""
+
+    refill_start: Literal["at_once", "at_boundary", "before_update"] = "at_once"
+    """at_once: a replacement starts when an engine dies and takes the current version.
+    at_boundary: it starts at once and joins with the next version. before_update: it starts only
+    when the next version is published."""
+
+    external_urls: list[str] = field(default_factory=list)
+    """SGLang servers that somebody else owns: probed, given versions and requests, never started
+    or ended."""
+
+    groups: list[EngineGroup] = field(default_factory=list)
+    """`[[rollout.groups]]`: groups of engines. Empty: one regular group of `engines`."""
+
+    placement: Literal["separate", "colocated"] = "separate"
+    """colocated: engines give their memory up while the trainer computes."""
+
+    router: Literal["own", "smg"] = "own"
+    """smg: an SGLang gateway (package smg) in front of the engines."""
+
+    stream_interval_tokens: int = 8
+    """Tokens between two messages of a running request: what a dying engine can lose."""
 
     request_timeout_s: float = 120.0
     """Limit for one generate request."""
@@ -320,6 +396,12 @@ class OtelSection:
 class ChaosSection:
     enable: bool = False
     """Inject faults (benchmarks and tests only)."""
+
+    faults: list[str] = field(default_factory=list)
+    """What to inject, one-shot each: "kill engine-1 at step 2" (docs/faults.md)."""
+
+    seed: int = 0
+    """Seed of what a fault leaves open."""
 
 
 @dataclass(kw_only=True, slots=True)
