@@ -20,13 +20,11 @@ from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # 
 
 from torchtitan_rl_ft.config import overlay, registry  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
-from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, RunFolder  # noqa: E402
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, REPLICA_ENV, RUN_ENV, RunFolder  # noqa: E402
 from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run, require_roles  # noqa: E402
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager  # noqa: E402
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
-
-REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
 
 
 def base() -> RLFaultTolerantTrainer.Config:

@@ -27,6 +27,8 @@ from pathlib import Path
 TOKEN_ENV = "TORCHTITAN_RL_FT_TOKEN"
 RUN_ENV = "TORCHTITAN_RL_FT_RUN"
 ATTEMPT_ENV = "TORCHTITAN_RL_FT_ATTEMPT"
+REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"  # torchft's own
 
 
 def write_atomic(path: Path, data: bytes) -> None:

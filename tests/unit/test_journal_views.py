@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_rl_ft.journal.views import assignment, micro_batches, view
+from torchtitan_rl_ft.journal.views import assignment, view
 
 lengths_of = st.lists(st.integers(0, 5000), max_size=80).map(lambda x: np.asarray(x, np.int64))
 
@@ -43,17 +43,6 @@ def test_a_view_is_a_fixed_function() -> None:
     assert view(lengths.astype(np.int32), 0, 1).tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@given(lengths_of, st.integers(1, 9), st.integers(1, 16))
-def test_every_shard_fits_in_the_common_micro_batch_count(
-    lengths: np.ndarray, shards: int, rows: int
-) -> None:
-    count = micro_batches(lengths, shards, rows)
-    most = max(len(view(lengths, s, shards)) for s in range(shards))
-    assert count >= 1 and count * rows >= most and (count == 1 or (count - 1) * rows < most)
-
-
 def test_impossible_arguments() -> None:
     with pytest.raises(ValueError, match="shard 2 of 2"):
         view(np.asarray([1]), 2, 2)
-    with pytest.raises(ValueError, match="at least 1, not 0"):
-        micro_batches(np.asarray([1]), 1, 0)

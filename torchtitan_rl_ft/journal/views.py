@@ -31,15 +31,3 @@ def assignment(lengths: np.ndarray, shards: int) -> np.ndarray:
         owner[i] = shard
         heapq.heapreplace(loads, (tokens + int(lengths[i]), samples + 1, shard))
     return owner
-
-
-def micro_batches(lengths: np.ndarray, shards: int, rows_per_micro_batch: int) -> int:
-    """Micro-batches that every shard must run: as many as the fullest needs, at least one.
-
-    A shard with fewer rows fills up with zero-loss micro-batches, because the gradient
-    all-reduce fires on each backward pass. Raises ValueError for rows_per_micro_batch < 1.
-    """
-    if rows_per_micro_batch < 1:
-        raise ValueError(f"rows_per_micro_batch must be at least 1, not {rows_per_micro_batch}")
-    rows = int(np.bincount(assignment(lengths, shards), minlength=shards).max())
-    return max(1, -(-rows // rows_per_micro_batch))

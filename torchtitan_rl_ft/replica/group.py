@@ -18,10 +18,10 @@ from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.replica.rendezvous import RendezvousClient
 from torchtitan_rl_ft.replica.state_transport import StateTransport
+from torchtitan_rl_ft.run_folder import LIGHTHOUSE_ENV
 
 logger = logging.getLogger(__name__)
 
-LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 STATE_KEY = "rl"
 
 

@@ -20,13 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import (
+    ATTEMPT_ENV,
+    LIGHTHOUSE_ENV,
+    REPLICA_ENV,
+    RUN_ENV,
+    TOKEN_ENV,
+    RunFolder,
+)
 
 if TYPE_CHECKING:
     from torchtitan_rl_ft.config.resolve import Resolved
-
-REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
-LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 
 ROLE_WAIT_TIMEOUT_S = 60.0
 """How long a group waits for another role to come up before it gives up."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-from torchtitan_rl_ft.replica.group import LIGHTHOUSE_ENV
-from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import LIGHTHOUSE_ENV, RUN_ENV, RunFolder
 
 
 class RunNotUp(RuntimeError):
