@@ -18,7 +18,7 @@ from policies import token_of, write_policy
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.run_folder import RunFolder
-from torchtitan_rl_ft.serving.launch import HOST, Launch, free_ports, make_scratch
+from torchtitan_rl_ft.serving.launch import HOST, Launch, fingerprint, free_ports, make_scratch
 from torchtitan_rl_ft.serving.router import GenerateRequest
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
@@ -42,9 +42,15 @@ class FakeLauncher:
         given = self.faults.get(slot, [])
         faults = given[min(start, len(given)) - 1] if given else {}
         port = free_ports(1)[0]
-        argv = [sys.executable, str(FAKE), "--model-path", str(self.model), "--port", str(port)]
+        argv = [*self._command(), "--port", str(port)]
         env = {**os.environ, "FAKE_SGLANG_FAULTS": json.dumps(faults)}
         return Launch(argv, env, f"http://{HOST}:{port}", make_scratch(self.folder, slot))
+
+    def fingerprint(self, slot: int) -> str:
+        return fingerprint(self._command())
+
+    def _command(self) -> list[str]:
+        return [sys.executable, str(FAKE), "--model-path", str(self.model)]
 
 
 @dataclass

@@ -31,8 +31,11 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
 
 
-def describe(returncode: int) -> str:
-    """`returncode` as `subprocess` reports it (negative: a signal), in words."""
+def describe(returncode: int | None) -> str:
+    """`returncode` as `subprocess` reports it (negative: a signal; None: not our child, nobody
+    told us), in words."""
+    if returncode is None:
+        return "ended, exit code unknown (it was adopted)"
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -62,20 +65,48 @@ class Child:
     async def wait(self) -> int:
         """The return code, at once when the process ends: its pidfd becomes readable."""
         if self._popen.poll() is None:
-            loop = asyncio.get_running_loop()
-            ended = loop.create_future()
-            fd = os.pidfd_open(self.pid)
-            loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
-            try:
-                await ended
-            finally:
-                loop.remove_reader(fd)
-                os.close(fd)
+            await wait_gone(self.id)
         return self._popen.wait()
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the process itself; nothing when it has ended."""
         self._popen.send_signal(signum)
+
+
+class Adopted:
+    """A living process that another one started, named by what was recorded of it. Its exit is
+    noticed like a child's, its return code is not to be had."""
+
+    returncode: None = None
+
+    def __init__(self, target: ProcessId, log: Path) -> None:
+        self.id, self.log = target, log
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - target.start_time
+        self.started_mono_s = time.monotonic() - age_s
+
+    @property
+    def pid(self) -> int:
+        return self.id.pid
+
+    async def wait(self) -> None:
+        await wait_gone(self.id)
+
+
+async def wait_gone(target: ProcessId) -> None:
+    """Until a process, which need not be a child, has ended. No polling."""
+    try:
+        fd = os.pidfd_open(target.pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    gone = loop.create_future()
+    loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
+    try:
+        if target.alive():  # else: the pid was someone else's already
+            await gone
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
 
 
 def spawn(

@@ -113,5 +113,5 @@ class Engine:
             "url": self.client.url,
             "reason": self.reason,
             "in_flight": self.in_flight,
-            "log": str(self.process.child.log),
+            "log": str(self.process.main.log),
         }

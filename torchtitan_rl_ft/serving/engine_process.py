@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import shutil
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.footprint import mapped_shared_memory
-from torchtitan_rl_ft.run_folder import ProcessId, RunFolder, write_atomic
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, ProcessRecord
 from torchtitan_rl_ft.serving.launch import Launch
 
 ENGINES_OUTLIVE_SERVING = False
@@ -31,38 +28,82 @@ WORKER_PREFIX = "sglang::"
 
 @dataclass
 class EngineProcess:
-    """A started engine: its main process, its scratch folder, its shared memory."""
+    """A unit: processes that live and end together, the main one first, started here or adopted;
+    their scratch folder, their shared memory."""
 
-    child: process.Child
+    processes: tuple[process.Child | process.Adopted, ...]
+    url: str
+    fingerprint: str
     scratch: Path
     members: set[ProcessId] = field(default_factory=set)
     shared_memory: set[Path] = field(default_factory=set)
 
     @classmethod
-    def start(cls, launch: Launch, log: Path) -> EngineProcess:
+    def start(cls, launch: Launch, fingerprint: str, log: Path) -> EngineProcess:
         """Raises OSError. Call it from the main thread."""
         child = process.spawn(
             launch.argv, log=log, env=launch.env, outlives_parent=ENGINES_OUTLIVE_SERVING
         )
-        return cls(child, launch.scratch)
+        return cls((child,), launch.url, fingerprint, launch.scratch)
+
+    @classmethod
+    def adopt(cls, record: EngineRecord) -> EngineProcess:
+        """One that another serving role has started."""
+        processes = tuple(process.Adopted(p.id, p.log) for p in record.processes)
+        return cls(
+            processes,
+            record.url,
+            record.fingerprint,
+            record.scratch,
+            set(record.members),
+            set(record.shared_memory),
+        )
+
+    @property
+    def main(self) -> process.Child | process.Adopted:
+        return self.processes[0]
 
     @property
     def id(self) -> ProcessId:
-        return self.child.id
+        return self.main.id
+
+    @property
+    def adopted(self) -> bool:
+        return isinstance(self.main, process.Adopted)
+
+    @property
+    def returncode(self) -> int | None:
+        """Of the first process that has ended, as `subprocess` gives it; None while all run and
+        when nobody can tell."""
+        return next((p.returncode for p in self.processes if p.returncode is not None), None)
+
+    async def wait(self) -> str:
+        """Until one of the processes ends; says how, in words."""
+        waits = [asyncio.ensure_future(p.wait()) for p in self.processes]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return process.describe(next(w for w in waits if w in done).result())
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def observe(self) -> None:
         """Note processes and shared memory. Segments have random names and stay after SIGKILL,
         and a process that loses its parent may be in no tree of ours: both have to be known
         before the end."""
-        self.members |= {self.id, *process.descendants(self.id)}
+        for root in self.processes:
+            self.members |= {root.id, *process.descendants(root.id)}
         for member in self.members:
             self.shared_memory |= mapped_shared_memory(member.pid)
 
     async def worker_gone(self) -> str:
         """Wait until one of SGLang's own processes ends; returns which. The server outlives its
         scheduler by seconds, answering nothing. Called when the engine is up."""
-        workers = [p for p in process.descendants(self.id) if _title(p).startswith(WORKER_PREFIX)]
-        titles = {asyncio.create_task(wait_gone(p)): f"{_title(p)} (pid {p.pid})" for p in workers}
+        below = [p for root in self.processes for p in process.descendants(root.id)]
+        workers = [p for p in below if _title(p).startswith(WORKER_PREFIX)]
+        titles = {
+            asyncio.create_task(process.wait_gone(p)): f"{_title(p)} (pid {p.pid})" for p in workers
+        }
         if not titles:  # another kind of engine: nothing to see beyond its main process
             await asyncio.Event().wait()
         try:
@@ -75,20 +116,23 @@ class EngineProcess:
     async def end(self, deadline_mono_s: float) -> list[ProcessId]:
         """Kill the whole tree and remove its files; returns processes that survived."""
         self.observe()
-        left = await end_tree(self.id, deadline_mono_s, self.members)
+        roots = [p.id for p in self.processes]
+        left = await end_trees(roots, deadline_mono_s, self.members)
         if not left:
-            await self.child.wait()
+            await asyncio.gather(*(p.wait() for p in self.processes))
         remove_files(self.scratch, self.shared_memory)
         return left
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "pid": self.id.pid,
-            "start_time": self.id.start_time,
-            "members": [[m.pid, m.start_time] for m in sorted(self.members, key=lambda m: m.pid)],
-            "scratch": str(self.scratch),
-            "shared_memory": sorted(map(str, self.shared_memory)),
-        }
+    def record(self, slot: int) -> EngineRecord:
+        return EngineRecord(
+            slot=slot,
+            url=self.url,
+            fingerprint=self.fingerprint,
+            processes=tuple(ProcessRecord(p.id, p.log) for p in self.processes),
+            members=frozenset(self.members),
+            scratch=self.scratch,
+            shared_memory=frozenset(self.shared_memory),
+        )
 
 
 def _title(member: ProcessId) -> str:
@@ -99,33 +143,29 @@ def _title(member: ProcessId) -> str:
         return ""
 
 
-async def wait_gone(member: ProcessId) -> None:
-    """Until a process, which need not be a child, has ended. No polling."""
-    try:
-        fd = os.pidfd_open(member.pid)
-    except ProcessLookupError:
-        return
-    loop = asyncio.get_running_loop()
-    gone = loop.create_future()
-    loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
-    try:
-        if member.alive():  # else: the pid was someone else's already
-            await gone
-    finally:
-        loop.remove_reader(fd)
-        os.close(fd)
+async def end_recorded(record: EngineRecord, deadline_mono_s: float) -> list[int]:
+    """End an engine that an earlier serving role left, and remove its files. Returns pids that
+    were alive. Only processes with the recorded pid *and* start time are touched."""
+    roots = [p.id for p in record.processes]
+    ended = [m.pid for m in {*roots, *record.members} if m.alive()]
+    await end_trees(roots, deadline_mono_s, record.members)
+    remove_files(record.scratch, record.shared_memory)
+    return ended
 
 
-async def end_tree(
-    root: ProcessId, deadline_mono_s: float, members: Iterable[ProcessId] = ()
+async def end_trees(
+    roots: Iterable[ProcessId], deadline_mono_s: float, members: Iterable[ProcessId] = ()
 ) -> list[ProcessId]:
-    """Kill a process, its descendants, the session that it leads and the known `members`.
+    """Kill processes, their descendants, the sessions that they lead and the known `members`.
     Returns those alive at the deadline."""
-    left = {root, *members, *process.descendants(root), *_session(root)}
+    roots = list(roots)
+    left = {*roots, *members}
+    for root in roots:
+        left.update(process.descendants(root), _session(root))
     while left and time.monotonic() < deadline_mono_s:
         # A process whose parent died is no descendant any more, but stays in the session.
         survivors = await process.kill_until_gone(left, deadline_mono_s)
-        left = {*survivors, *_session(root)}
+        left = {*survivors, *(p for root in roots for p in _session(root))}
     return sorted(left, key=lambda p: p.pid)
 
 
@@ -142,44 +182,3 @@ def remove_files(scratch: Path, shared_memory: Iterable[Path]) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     for path in shared_memory:
         path.unlink(missing_ok=True)
-
-
-class EngineRecords:
-    """What the engines of a run hold, on disk, so that a later serving role can clean up (or
-    take over) after one that was killed."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path / "serving" / "engines.json"
-        self._records: dict[str, dict[str, Any]] = {}
-        self._lock = threading.Lock()
-
-    def put(self, slot: int, engine: EngineProcess) -> None:
-        """Durable when this returns; call it in a thread."""
-        with self._lock:
-            self._records[str(slot)] = engine.to_json()
-            self._write()
-
-    def remove(self, slot: int) -> None:
-        with self._lock:
-            if self._records.pop(str(slot), None) is not None:
-                self._write()
-
-    def _write(self) -> None:
-        write_atomic(self._path, json.dumps(self._records, indent=1).encode())
-
-    async def end_left_behind(self, deadline_mono_s: float) -> list[int]:
-        """End engines that an earlier serving role of this run left. Returns pids that were
-        alive. Only processes with the recorded pid *and* start time are touched."""
-        try:
-            old = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return []
-        ended = []
-        for record in old.values():
-            root = ProcessId(record["pid"], record["start_time"])
-            members = [ProcessId(pid, start_time) for pid, start_time in record["members"]]
-            ended += [m.pid for m in {root, *members} if m.alive()]
-            await end_tree(root, deadline_mono_s, members)
-            remove_files(Path(record["scratch"]), map(Path, record["shared_memory"]))
-        self._write()
-        return ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
@@ -42,9 +43,12 @@ class Launch:
 
 
 class Launcher(Protocol):
-    """Says how to start the engine of a slot, anew for each start."""
+    """Says how to start the engine of a slot, anew for each start. Two starts with the same
+    `fingerprint` give engines that do the same."""
 
     def prepare(self, slot: int) -> Launch: ...
+
+    def fingerprint(self, slot: int) -> str: ...
 
 
 class SGLangLauncher:
@@ -70,17 +74,19 @@ class SGLangLauncher:
     def prepare(self, slot: int) -> Launch:
         port, torch_port = free_ports(2)
         scratch = make_scratch(self._folder, slot)
-        argv = [
-            *self._program(),
-            f"--model-path={self._model_path}",
-            f"--host={HOST}",
-            f"--port={port}",
-            f"--nccl-port={torch_port}",
-            *self._fixed,
-        ]
+        ports = [f"--port={port}", f"--nccl-port={torch_port}"]
+        argv = [*self._command(slot), *ports]
+        return Launch(argv, self._env(scratch), f"http://{HOST}:{port}", scratch)
+
+    def fingerprint(self, slot: int) -> str:
+        return fingerprint(self._command(slot))
+
+    def _command(self, slot: int) -> list[str]:
+        """All but what is another one at each start."""
+        argv = [*self._program(), f"--model-path={self._model_path}", f"--host={HOST}"]
         if not self._on_cpu and option(self._fixed, ("--base-gpu-id",)) is None:
             argv.append(f"--base-gpu-id={slot * self._ranks()}")
-        return Launch(argv, self._env(scratch), f"http://{HOST}:{port}", scratch)
+        return [*argv, *self._fixed]
 
     def _program(self) -> list[str]:
         python = self._rollout.engine_python
@@ -115,6 +121,11 @@ class SGLangLauncher:
         env.setdefault("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1")
         env.setdefault("HF_HUB_OFFLINE", "1")  # everything that it loads is a folder here
         return env
+
+
+def fingerprint(command: Sequence[str]) -> str:
+    """Of a command line, without ports and paths of its own."""
+    return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
 def has_accelerator() -> bool:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.slot import Shared, Slot, Target
+from torchtitan_rl_ft.serving.shared import Shared, Target
+from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
 
 

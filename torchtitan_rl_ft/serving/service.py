@@ -15,13 +15,14 @@ from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.changes import Changes
-from torchtitan_rl_ft.serving.engine_process import EngineRecords
+from torchtitan_rl_ft.serving.engine_process import end_recorded
+from torchtitan_rl_ft.serving.engine_records import EngineRecords
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.router import GenerateRequest, RequestRejected, Router
 from torchtitan_rl_ft.serving.samples import Sample
-from torchtitan_rl_ft.serving.slot import Shared, Target
+from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.verdict import ProbeLimits
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
@@ -61,7 +62,7 @@ class ServingService:
         self._publishing = asyncio.Lock()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
-        self._records = EngineRecords(folder)
+        self._records = EngineRecords(folder.path / "serving" / "engines.json")
         self._shared = Shared(
             rollout=rollout,
             folder=folder,
@@ -89,8 +90,10 @@ class ServingService:
         """Clean up after an earlier serving role of this run and start the engines. They take
         the newest published version as soon as they are up."""
         deadline = time.monotonic() + self._rollout.cleanup_timeout
-        for pid in await self._records.end_left_behind(deadline):
-            self._events.emit(Kind.WARN, cause=f"ended engine process {pid} of an earlier serving")
+        for record in self._records.read():
+            for pid in await end_recorded(record, deadline):
+                cause = f"ended engine process {pid} of an earlier serving"
+                self._events.emit(Kind.WARN, cause=cause)
         newest = self._versions.newest
         if newest is not None:
             try:

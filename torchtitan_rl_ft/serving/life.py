@@ -1,0 +1,156 @@
+"""One life of an engine: it comes up, is kept current, is watched, and is retired."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from torchtitan_rl_ft.host.log_tail import last_lines
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.engine import Engine
+from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
+from torchtitan_rl_ft.serving.samples import AnswerInvalid
+from torchtitan_rl_ft.serving.shared import Shared
+from torchtitan_rl_ft.serving.states import EngineState
+from torchtitan_rl_ft.serving.updates import Retire, install
+
+READY_POLL_S = 0.1
+OBSERVE_S = 1.0
+
+
+class Life:
+    """`run` lasts until the engine is retired, whatever the reason."""
+
+    def __init__(self, engine: Engine, shared: Shared) -> None:
+        self.engine, self._shared = engine, shared
+        self.ending = False
+        """The end is wanted: no fault."""
+
+    async def run(self) -> str:
+        """Why the engine was retired. A process exit is noticed at once."""
+        engine = self.engine
+        tasks = [
+            asyncio.create_task(self._exited()),
+            asyncio.create_task(_reason(self._keep_current())),
+            asyncio.create_task(_reason(self._watch_workers())),
+            asyncio.create_task(_reason(self._shared.prober.watch(engine))),
+        ]
+        reason = "serving ends"
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            reason = next(t for t in tasks if t.done()).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            retiring = asyncio.create_task(self._retire(reason))
+            try:
+                await asyncio.shield(retiring)
+            except asyncio.CancelledError:
+                await retiring
+                raise
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return reason
+
+    async def _exited(self) -> str:
+        return f"{await self.engine.process.wait()} while {self.engine.state}"
+
+    async def _watch_workers(self) -> str:
+        """The reason when a part of the engine is gone while its main process is up."""
+        await self.engine.up.wait()
+        reason = await self.engine.process.worker_gone()
+        self._shared.events.emit(Kind.FAULT, cause=reason, subject=self.engine.name)
+        return reason
+
+    # Up and current -------------------------------------------------------------------------
+
+    async def _keep_current(self) -> str:
+        """Bring the engine up and give it every version that becomes the target.
+
+        Raises Retire.
+        """
+        engine = self.engine
+        await self._come_up()
+        engine.up.set()
+        engine.move(EngineState.STALE, "up, holds no published version")
+        while True:
+            await self._shared.changes.wait_until(self._behind, 3600.0)
+            if (target := self._shared.target) is not None and self._behind():
+                engine.loading = target.release.version
+                try:
+                    await install(engine, target, self._shared)
+                finally:
+                    engine.loading = None
+
+    def _behind(self) -> bool:
+        """Whether the engine needs the target version. A suspect is cleared first."""
+        engine, target = self.engine, self._shared.target
+        return (
+            target is not None
+            and engine.version != target.release.version
+            and engine.state in (EngineState.STALE, EngineState.SERVING, EngineState.PAUSED)
+        )
+
+    async def _come_up(self) -> None:
+        """Raises Retire at the start limit; an exit is noticed elsewhere."""
+        engine, shared = self.engine, self._shared
+        await self._record()
+        limit_s = shared.rollout.engine_start_timeout_s
+        end = shared.clock() + limit_s
+        observed = 0.0
+        while True:
+            now = shared.clock()
+            if now >= end:
+                raise Retire(f"did not come up within {limit_s:g} s (engine_start_timeout_s)")
+            if now - observed >= OBSERVE_S:
+                observed = now
+                await asyncio.to_thread(engine.process.observe)
+            try:
+                await engine.client.model_info(timeout_s=max(0.1, min(2.0, end - now)))
+            except (EngineUnreachable, EngineRefused, AnswerInvalid):
+                await asyncio.sleep(READY_POLL_S)
+                continue
+            engine.process.observe()
+            await self._record()
+            shared.events.emit(
+                Kind.READY,
+                subject=engine.name,
+                url=engine.client.url,
+                start_s=round(shared.clock() - engine.process.main.started_mono_s, 3),
+            )
+            return
+
+    async def _record(self) -> None:
+        record = self.engine.process.record(self.engine.slot)
+        await asyncio.to_thread(self._shared.records.put, record)
+
+    # End ------------------------------------------------------------------------------------
+
+    async def _retire(self, reason: str) -> None:
+        """Out of routing first, then dead, then forgotten."""
+        engine, shared = self.engine, self._shared
+        engine.move(EngineState.RETIRED, reason)
+        left = await engine.process.end(shared.clock() + shared.rollout.cleanup_timeout)
+        await asyncio.to_thread(shared.records.remove, engine.slot)
+        main, code = engine.process.main, engine.process.returncode
+        fault = not self.ending
+        shared.events.emit(
+            Kind.EXIT,
+            phase="fault" if fault else "stop",
+            cause=reason,
+            subject=engine.name,
+            pid=main.pid,
+            returncode=code,
+            signal=-code if code is not None and code < 0 else None,
+            uptime_s=round(shared.clock() - main.started_mono_s, 3),
+            log=str(main.log),
+            last_lines=last_lines(main.log) if fault else [],
+            survivors=[p.pid for p in left],
+        )
+
+
+async def _reason(work: Coroutine[Any, Any, str]) -> str:
+    try:
+        return await work
+    except Retire as e:
+        return str(e)

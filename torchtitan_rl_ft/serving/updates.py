@@ -1,0 +1,100 @@
+"""Brings one engine to the version that is required, and says so only when it is proved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.engine import Engine
+from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
+from torchtitan_rl_ft.serving.samples import AnswerInvalid
+from torchtitan_rl_ft.serving.shared import Shared, Target
+from torchtitan_rl_ft.serving.states import EngineState
+from torchtitan_rl_ft.weights.installer import Installed, InstallFailed
+from torchtitan_rl_ft.weights.manifest import WeightsInvalid
+from torchtitan_rl_ft.weights.transports.base import TransportFailed
+
+INSTALL_TRIES = 2
+INSTALL_RETRY_DELAY_S = 0.2
+
+INSTALL_ERRORS = (
+    InstallFailed,
+    EngineRefused,
+    EngineUnreachable,
+    AnswerInvalid,
+    TransportFailed,
+    WeightsInvalid,
+)
+
+
+class Retire(Exception):
+    """This engine has to go; the message says why."""
+
+
+async def install(engine: Engine, target: Target, shared: Shared) -> None:
+    """Have `engine` serve `target`, or leave it STALE when another target was set meanwhile.
+    Raises Retire when it cannot be brought there."""
+    release = target.release
+    if engine.state is not EngineState.STALE:
+        engine.move(EngineState.STALE, f"version {release.version} is required")
+    reason = ""
+    for attempt in range(1, INSTALL_TRIES + 1):
+        async with quiet(engine, shared.rollout.install_timeout_s):
+            engine.move(EngineState.INSTALLING, f"version {release.version}")
+            digest_before, engine.digest = engine.digest, None
+            try:
+                took = await shared.installer.install(
+                    engine.client, release, target.proof, digest_before
+                )
+            except INSTALL_ERRORS as e:
+                reason = f"version {release.version} not installed: {e}"
+                shared.events.emit(
+                    Kind.FAULT,
+                    cause=reason,
+                    version=release.version,
+                    subject=engine.name,
+                    attempt=attempt,
+                )
+                engine.version = None
+                engine.move(EngineState.STALE, reason)
+            else:
+                _announce(engine, target, took, shared)
+                return
+        if shared.target is not target:
+            return  # superseded meanwhile
+        await asyncio.sleep(INSTALL_RETRY_DELAY_S)
+    raise Retire(reason)
+
+
+@contextlib.asynccontextmanager
+async def quiet(engine: Engine, limit_s: float) -> AsyncIterator[None]:
+    """No probe beside an install. Raises Retire when a probe holds on for too long."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await engine.quiet.acquire()
+    except TimeoutError:
+        raise Retire(f"a probe did not end within {limit_s:g} s (install_timeout_s)") from None
+    try:
+        yield
+    finally:
+        engine.quiet.release()
+
+
+def _announce(engine: Engine, target: Target, took: Installed, shared: Shared) -> None:
+    release = target.release
+    engine.version, engine.digest = release.version, target.proof.model_digest
+    shared.events.emit(
+        Kind.INSTALL,
+        version=release.version,
+        step=release.step,
+        slot=engine.slot,
+        subject=engine.name,
+        proof=target.proof.kind,
+        transport=shared.installer.transport,
+        load_ms=round(took.load_s * 1000, 1),
+        prove_ms=round(took.prove_s * 1000, 1),
+        paused_ms=round(took.paused_s * 1000, 1),
+    )
+    engine.move(EngineState.SERVING, f"holds version {release.version}, proved by checksum")
