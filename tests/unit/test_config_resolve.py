@@ -156,7 +156,7 @@ def test_none_can_be_written(tmp_path: Path, value: str) -> None:
         ('[job]\nconfig_file = "x"\n', "2: job.config_file would name this very file"),
         (
             '[[optimizer.param_groups]]\npattern = ".*"\noptimizer_nam = "AdamW"\n',
-            "1: optimizer.param_groups: unknown key 'optimizer_nam'; did you mean",
+            r"1: optimizer.param_groups\[0\]: unknown key 'optimizer_nam'; did you mean",
         ),
         ("[fault_tolerance.deep]\nx = 1\n", "1: unknown key fault_tolerance.deep"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_rl_ft.config.placement import option
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.platform import sglang_cpu
@@ -17,7 +18,6 @@ from torchtitan_rl_ft.serving.launch import (
     check_model_folder,
     free_ports,
     interpreter_problem,
-    option,
 )
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
 from torchtitan_rl_ft.weights.transports import TransportUnknown, make_transport

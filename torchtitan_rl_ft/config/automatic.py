@@ -27,4 +27,8 @@ def automatic_values(
             found["training.disable_cuda_graphs"] = (True, "fault_tolerance.enable")
     elif origins["fault_tolerance.replica_groups"] == "default":
         found["fault_tolerance.replica_groups"] = (1, "fault_tolerance.enable = false")
+    rollout = values["rollout"]
+    if rollout["groups"] and origins["rollout.engines"] == "default":
+        engines = sum(g.get("engines", 1) for g in rollout["groups"] if g.get("role") != "frozen")
+        found["rollout.engines"] = (engines, "rollout.groups, those that serve the policy")
     return found

@@ -7,7 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.config.rules import learning, replica_groups, service, sizes, suspicious
+from torchtitan_rl_ft.config.rules import (
+    groups,
+    learning,
+    replica_groups,
+    service,
+    sizes,
+    suspicious,
+)
 from torchtitan_rl_ft.config.rules.job import Job, Machine
 
 RULES = (
@@ -25,6 +32,9 @@ RULES = (
     learning.model_directory,
     learning.training,
     service.serving,
+    groups.engine_group_tables,
+    groups.floor,
+    groups.placement,
     service.health_times,
     service.resumable,
     service.recovery,

@@ -55,7 +55,7 @@ def _section_values(
         except ConfigError as e:
             problems.append(f"{place}: {e}")
         except WrongValue as e:
-            problems.append(f"{place}: {path}: {e}")
+            problems.append(f"{place}: {e.at(path)}")
     return values, problems
 
 

@@ -50,7 +50,7 @@ class Resolved:
         schema = load_schema()
         own = {f.name for f in dataclasses.fields(Sections)}
         built = {
-            name: section.dataclass(**copy.deepcopy(self.values[name]))
+            name: _built(section.dataclass, copy.deepcopy(self.values[name]))
             for name, section in schema.sections.items()
             if section.dataclass is not None
         }
@@ -189,6 +189,15 @@ def _finished(values: Values, origins: dict[str, str]) -> Resolved:
         values[section][key] = value
         origins[path] = AUTOMATIC + why
     return Resolved(values, origins)
+
+
+def _built(cls: type, values: dict[str, Any]) -> Any:
+    """A section of its values; the tables of a list become what their annotation says."""
+    for name, hint in typing.get_type_hints(cls).items():
+        item = next(iter(typing.get_args(hint)), None)
+        if typing.get_origin(hint) is list and dataclasses.is_dataclass(item):
+            values[name] = [item(**table) for table in values[name]]
+    return cls(**values)
 
 
 def _paths() -> typing.Iterator[str]:

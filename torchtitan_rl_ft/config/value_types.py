@@ -17,7 +17,16 @@ _NONE_WORDS = ("none", "None", "null")
 
 
 class WrongValue(ValueError):
-    """A value does not fit its type; the message says what was expected and what came."""
+    """A value does not fit its type; the message says what was expected and what came. `place`:
+    where inside of the value, as `[1].engines`."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(f"{place}: {message}" if place else message)
+        self.message, self.place = message, place
+
+    def at(self, path: str) -> str:
+        """The whole problem of the key `path`."""
+        return f"{path}{self.place}: {self.message}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class ValueType:
                 return self._choice(value)
             case "list" if isinstance(value, list):
                 assert self.item is not None
-                return [self.item.accept(v) for v in value]
+                return [self._item(i, v) for i, v in enumerate(value)]
             case "table" if isinstance(value, dict):
                 return self._table(value)
         raise WrongValue(f"expected {self}, got {_kind(value)} {_shown(value)}")
@@ -147,6 +156,13 @@ class ValueType:
                     raise WrongValue(f"expected {self} as JSON, got {text!r} ({e})") from None
         raise WrongValue(f"expected {self}, got {text!r}")
 
+    def _item(self, i: int, value: Any) -> Any:
+        assert self.item is not None
+        try:
+            return self.item.accept(value)
+        except WrongValue as e:
+            raise WrongValue(e.message, f"[{i}]{e.place}" if self.item.keys else "") from None
+
     def _choice(self, value: str) -> str:
         if self.choices and value not in self.choices:
             raise WrongValue(f"expected {self}, got {value!r}{near_miss(value, self.choices)}")
@@ -162,10 +178,15 @@ class ValueType:
         for name, _, must in self.keys:
             if must and name not in value:
                 raise WrongValue(f"key {name!r} is missing")
-        try:
-            return {key: known[key].accept(v) for key, v in value.items()}
-        except WrongValue as e:
-            raise WrongValue(f"in {_shown(value)}: {e}") from None
+        return {key: _under(key, known[key], v) for key, v in value.items()}
+
+
+def _under(key: str, kind: ValueType, value: Any) -> Any:
+    """Raises WrongValue with the place of the key."""
+    try:
+        return kind.accept(value)
+    except WrongValue as e:
+        raise WrongValue(e.message, f".{key}{e.place}") from None
 
 
 def _of_union(args: tuple[Any, ...]) -> ValueType:

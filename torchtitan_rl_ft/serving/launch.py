@@ -8,12 +8,13 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torchtitan_rl_ft.config.placement import engine_ranks, option
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.platform import sglang_cpu
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
@@ -24,12 +25,6 @@ HOST = "127.0.0.1"
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 _LONGEST_SCRATCH = 80
 """SGLang puts sockets into its TMPDIR; a socket's path has at most 107 characters."""
-
-_RANK_OPTIONS = (
-    ("--tp-size", "--tensor-parallel-size", "--tp"),
-    ("--pp-size", "--pipeline-parallel-size"),
-    ("--dp-size", "--data-parallel-size"),
-)
 
 
 @dataclass(frozen=True)
@@ -107,10 +102,7 @@ class SGLangLauncher:
         return [*fixed, *self._rollout.engine_args]
 
     def _ranks(self) -> int:
-        ranks = 1
-        for names in _RANK_OPTIONS:
-            ranks *= int(option(self._fixed, names) or 1)
-        return ranks
+        return engine_ranks(self._fixed)
 
     def _env(self, scratch: Path) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}
@@ -131,16 +123,6 @@ def fingerprint(command: Sequence[str]) -> str:
 def has_accelerator() -> bool:
     """Whether this node has a GPU, told without a GPU library."""
     return any(Path(p).exists() for p in _ACCELERATORS)
-
-
-def option(arguments: Sequence[str], names: Sequence[str]) -> str | None:
-    """The last value of an option in a command line (`--a v` or `--a=v`)."""
-    found = None
-    for i, word in enumerate(arguments):
-        name, equals, value = word.partition("=")
-        if name in names:
-            found = value if equals else (arguments[i + 1] if i + 1 < len(arguments) else None)
-    return found
 
 
 def free_ports(n: int) -> list[int]:

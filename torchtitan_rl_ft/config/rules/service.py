@@ -21,12 +21,6 @@ def serving(job: Job) -> Iterator[str]:
         "max_concurrent_groups",
     )
     yield from job.not_negative("rollout", "engine_max_restarts", "temperature")
-    if rollout.engines > 0 and not 1 <= rollout.min_engines <= rollout.engines:
-        yield job.broken(
-            "the minimum must be between 1 and the number of engines",
-            "rollout.min_engines",
-            "rollout.engines",
-        )
     if not 0 < rollout.top_p <= 1:
         yield job.broken("top_p must be above 0 and at most 1", "rollout.top_p")
     if not (rollout.top_k == -1 or rollout.top_k >= 1):
