@@ -156,20 +156,21 @@ NOT_RESUMABLE = [
     ("--checkpoint.no-enable", ["checkpoint.enable = False", "rollout.journal = True"]),
     ("--checkpoint.load_only", ["checkpoint.load_only = True", "rollout.journal = True"]),
     (
-        "--checkpoint.exclude_from_loading optimizer",
-        ["'optimizer'", "checkpoint.exclude_from_loading", "rollout.journal"],
+        "--checkpoint.last_save_model_only",
+        ["checkpoint.last_save_model_only = True", "lack the optimizer"],
     ),
-    (
-        "--rollout.save_debug_rollout_data dump.pt",
-        ["rollout.save_debug_rollout_data", "rollout_id"],
-    ),
-    (
-        "--rollout.load_debug_rollout_data dump.pt",
-        ["rollout.load_debug_rollout_data", "rollout_id"],
-    ),
-    (
-        "--checkpoint.exclude_from_loading lr_scheduler,train_state",
-        ["'lr_scheduler'", "checkpoint.exclude_from_loading", "rollout.journal"],
+    ("--checkpoint.last_save_in_hf", ["checkpoint.last_save_in_hf = True", "without state"]),
+    *(
+        (
+            f"--checkpoint.exclude_from_loading {names}",
+            [f"'{name}'", "checkpoint.exclude_from_loading", "rollout.journal", why],
+        )
+        for names, name, why in (
+            ("optimizer", "optimizer", "does not continue"),
+            ("model", "model", "does not continue"),
+            ("lr_scheduler,optimizer", "lr_scheduler", "does not continue"),
+            ("train_state", "train_state", "all random numbers follow from"),
+        )
     ),
 ]
 
@@ -194,8 +195,23 @@ def test_a_journal_needs_checkpoints_to_go_on_with(
 ) -> None:
     problems = report(*words(argv)).problems
     assert any(all(part in problem for part in parts) for problem in problems), problems
-    if "checkpoint" in argv:
-        assert report(*words(argv), "--rollout.no-journal").problems == []
+    assert report(*words(argv), "--rollout.no-journal").problems == []
+
+
+@pytest.mark.row("A5")
+def test_random_numbers_are_no_state_of_their_own(report: Reporter) -> None:
+    (problem,) = report("--checkpoint.exclude_from_loading", "rng_state").problems
+    assert "not 'rng_state'" in problem and "train_state" in problem
+
+
+@pytest.mark.row("A5")
+def test_a_stateless_optimizer_needs_no_state(report: Reporter) -> None:
+    excluded = ("--checkpoint.exclude_from_loading", "optimizer")
+    assert report("--optimizer.name", "SGD", *excluded).problems == []
+    group = '[{"pattern": ".*", "optimizer_name": "SGD", "optimizer_kwargs": {"lr": 0.1%s}}]'
+    assert report("--optimizer.param_groups", group % "", *excluded).problems == []
+    moving = report("--optimizer.param_groups", group % ', "momentum": 0.9', *excluded)
+    assert "'optimizer' does not continue the journal" in moving.problems[0]
 
 
 SEMI_SYNC = [

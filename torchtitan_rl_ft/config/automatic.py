@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtitan_rl_ft.config.debug_mode import DEFAULT_DUMPS, DebugMode
+
 
 def automatic_values(
     values: dict[str, dict[str, Any]], origins: dict[str, str]
@@ -31,4 +33,18 @@ def automatic_values(
     if rollout["groups"] and origins["rollout.engines"] == "default":
         engines = sum(g.get("engines", 1) for g in rollout["groups"] if g.get("role") != "frozen")
         found["rollout.engines"] = (engines, "rollout.groups, those that serve the policy")
-    return found
+    return found | _debug_values(rollout, origins)
+
+
+def _debug_values(rollout: dict[str, Any], origins: dict[str, str]) -> dict[str, tuple[Any, str]]:
+    """The mode that dumps to load imply, and where dumps are when nobody said it."""
+    mode, load = rollout["debug_mode"], rollout["load_debug_rollout_data"]
+    if load and mode == DebugMode.NONE:
+        return {"rollout.debug_mode": (DebugMode.TRAIN_ONLY.value, "load_debug_rollout_data")}
+    for wanted, path in (
+        (DebugMode.ROLLOUT_ONLY, "rollout.save_debug_rollout_data"),
+        (DebugMode.TRAIN_ONLY, "rollout.load_debug_rollout_data"),
+    ):
+        if mode == wanted and origins[path] == "default":
+            return {path: (DEFAULT_DUMPS, f"rollout.debug_mode = {mode}")}
+    return {}

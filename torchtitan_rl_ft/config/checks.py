@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.rules import (
     groups,
+    journaling,
     learning,
     replica_groups,
     service,
@@ -36,7 +37,9 @@ RULES = (
     groups.floor,
     groups.placement,
     service.health_times,
-    service.resumable,
+    journaling.resumable,
+    journaling.dump_files,
+    journaling.debug_modes,
     service.recovery,
     service.secrets,
 )

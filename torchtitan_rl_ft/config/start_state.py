@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.resolve import Resolved
 
 # The journal's names; configuration lies below it, so a test keeps them equal.
@@ -45,6 +46,8 @@ class Wish:
     auto_continue: bool
     exit_on_missing_checkpoint: bool
     journaling: bool
+    debugging: bool = False
+    """A debug mode: it has no history to go on with."""
 
     @classmethod
     def of(cls, resolved: Resolved) -> Wish:
@@ -52,7 +55,8 @@ class Wish:
         return cls(
             recovery.auto_continue_train,
             recovery.exit_on_missing_checkpoint,
-            resolved.sections.rollout.journal,
+            journaling(resolved.sections.rollout),
+            debug_mode(resolved.sections.rollout) is not DebugMode.NONE,
         )
 
 
@@ -66,7 +70,7 @@ class StartDecision:
 def decide(found: Found, wish: Wish) -> StartDecision:
     """Pure; see the table in docs/configuration.md."""
     where = f"run folder {found.path}"
-    if not wish.auto_continue:
+    if wish.debugging or not wish.auto_continue:
         holds = [
             name
             for name, there in (
@@ -78,10 +82,15 @@ def decide(found: Found, wish: Wish) -> StartDecision:
         ]
         if not holds:
             return StartDecision(Start.FRESH, f"{where} holds no earlier run")
+        earlier = f"{where} holds {' and '.join(holds)} of an earlier run"
+        if wish.debugging:
+            return _refuse(
+                f"{earlier}, which a debug mode must not touch: set job.dump_folder to another "
+                "folder"
+            )
         return _refuse(
-            f"{where} holds {' and '.join(holds)} of an earlier run: set "
-            "recovery.auto_continue_train = true to go on with it, or job.dump_folder to another "
-            "folder"
+            f"{earlier}: set recovery.auto_continue_train = true to go on with it, or "
+            "job.dump_folder to another folder"
         )
     if not found.checkpoint and wish.exit_on_missing_checkpoint:
         return _refuse(

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from torchtitan_rl_ft.config import start_state
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import Sections
@@ -88,13 +89,14 @@ def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
         _spec(folder, f"trainer-{g}", "trainer", Duty.WORKER, ["--fault_tolerance.replica_id", g])
         for g in range(sections.fault_tolerance.replica_groups)
     ]
-    specs = [
-        _spec(folder, "serving", "serving", Duty.SERVICE),
-        _spec(folder, "rollout", "rollout", Duty.DRIVER),
-        *trainers,
-    ]
-    if sections.fault_tolerance.enable:
-        specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
+    mode = debug_mode(sections.rollout)
+    specs = [_spec(folder, "rollout", "rollout", Duty.DRIVER)]
+    if mode is not DebugMode.TRAIN_ONLY:
+        specs.insert(0, _spec(folder, "serving", "serving", Duty.SERVICE))
+    if mode is not DebugMode.ROLLOUT_ONLY:
+        specs += trainers
+        if sections.fault_tolerance.enable:
+            specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
     return specs
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 from tokenizers import Tokenizer
 
+from torchtitan_rl_ft.config.debug_mode import journaling
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal import service as ledger_service
@@ -78,7 +79,7 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
     tokenizer = load_tokenizer(model_path)
     context = PluginContext(sections.rl.seed, tokenizer, model_path)
     source = plugins.load_data_source(
-        sections.rl.data_source, context, journaling=sections.rollout.journal
+        sections.rl.data_source, context, journaling=journaling(sections.rollout)
     )
     judge = Judge(
         plugins.load_reward(sections.rl.reward, context),

@@ -1,4 +1,4 @@
-"""Engines, their health times, checkpoints and recovery."""
+"""Engines, their health times, and recovery."""
 
 from __future__ import annotations
 
@@ -34,35 +34,6 @@ def health_times(job: Job) -> Iterator[str]:
     yield from job.positive(
         "rollout", "health_check_interval", "health_check_timeout", "cleanup_timeout"
     )
-
-
-def resumable(job: Job) -> Iterator[str]:
-    """A journal is worth keeping only beside checkpoints that can be gone on with."""
-    if not job.resolved.sections.rollout.journal:
-        return
-    for path, wanted, why in (
-        ("checkpoint.enable", True, "a journal needs checkpoints to go back to"),
-        ("checkpoint.load_only", False, "a journal needs checkpoints to go back to"),
-        (
-            "checkpoint.create_seed_checkpoint",
-            False,
-            "a seed checkpoint is made by a job of its own",
-        ),
-    ):
-        if job.resolved.get(path) is not wanted:
-            yield job.broken(why, path, "rollout.journal")
-    excluded = job.resolved.get("checkpoint.exclude_from_loading")
-    for name in ("optimizer", "lr_scheduler", "train_state", "dataloader"):
-        if name in excluded:
-            yield job.broken(
-                f"a checkpoint that is loaded without {name!r} does not continue the journal",
-                "checkpoint.exclude_from_loading",
-                "rollout.journal",
-            )
-    for key in ("save_debug_rollout_data", "load_debug_rollout_data"):
-        path = f"rollout.{key}"
-        if job.resolved.get(path) and "{rollout_id}" not in job.resolved.get(path):
-            yield job.broken("the template of dump files must contain {rollout_id}", path)
 
 
 def recovery(job: Job) -> Iterator[str]:

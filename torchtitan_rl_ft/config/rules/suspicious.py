@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.config.rules.journaling import LOAD, SUBSAMPLE, idle_dumps
 from torchtitan_rl_ft.config.schema import load_schema
 
 SEMI_SYNC_KEYS = (
@@ -60,7 +62,7 @@ def suspicious(job: Job) -> list[str]:
         "rollout.engines",
     )
     warn(
-        not rollout.journal,
+        not rollout.journal and debug_mode(rollout) is DebugMode.NONE,
         "without a journal a fault loses samples, and a restart does not continue the history",
         "rollout.journal",
     )
@@ -80,7 +82,7 @@ def suspicious(job: Job) -> list[str]:
         "recovery.role_max_restarts",
     )
     warn(
-        rollout.journal
+        journaling(rollout)
         and job.resolved.get("checkpoint.interval") > job.resolved.get("training.steps"),
         "the first periodic checkpoint would come after the last step",
         "checkpoint.interval",
@@ -92,6 +94,8 @@ def suspicious(job: Job) -> list[str]:
         "the model directory is not there yet",
         "model.hf_assets_path",
     )
+    for path, mode in idle_dumps(job):
+        warn(True, f"{path} has no effect in this mode", path, mode)
     return found
 
 
@@ -125,6 +129,8 @@ def _idle(job: Job) -> Iterator[tuple[str, str]]:
         yield "rl.start_fraction", "rl.mode"
     if sections.rl.kl_coef == 0:
         yield "rl.kl_reference", "rl.kl_coef"
+    if not sections.rollout.load_debug_rollout_data:
+        yield SUBSAMPLE, LOAD
     policy = job.resolved.get("activation_checkpoint.mode")
     for key, policies in POLICY_KEYS.items():
         if policy not in policies:
