@@ -19,7 +19,7 @@ from torchtitan_rl_ft.config.toml_file import shipped
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV
 
-ROLES = ("lighthouse", "serving", "rollout", "trainer")
+ROLES = ("lighthouse", "serving", "rollout", "trainer", "chaos")
 
 DESCRIPTION = "RL post-training on TorchTitan that does not stop when machines do."
 
@@ -112,11 +112,20 @@ def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
         except OSError as e:
             _say(f"error: run folder {resolved.run_folder.path}: {e}")
             return ExitCode.FAILED
+    if args.role is None and resolved.sections.chaos.enable:
+        from torchtitan_rl_ft.chaos import role as chaos
+
+        resolved = chaos.with_proxies(resolved)
     return _role_main(args.role or "supervisor", resolved)
 
 
+def role_module(role: str) -> str:
+    """Where the `main` of a role is. Faults come from outside: no role knows of their injector."""
+    return "torchtitan_rl_ft.chaos.role" if role == "chaos" else f"torchtitan_rl_ft.roles.{role}"
+
+
 def _role_main(role: str, resolved: Resolved) -> int:
-    return importlib.import_module(f"torchtitan_rl_ft.roles.{role}").main(resolved)
+    return importlib.import_module(role_module(role)).main(resolved)
 
 
 def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -191,8 +200,17 @@ def _quick_checks(resolved: Resolved, *, starting: bool) -> None:
     report = checks.check(resolved, starting=starting)
     for warning in report.warnings:
         _say(f"warning: {warning}")
-    if report.problems:
-        raise ConfigError(report.problems)
+    problems = [*report.problems, *_chaos_problems(resolved)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _chaos_problems(resolved: Resolved) -> list[str]:
+    if not resolved.sections.chaos.faults:
+        return []
+    from torchtitan_rl_ft.chaos import plan
+
+    return plan.problems(resolved)
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ Layout (`job.dump_folder` is the run folder itself):
     weights/               published policies, newest last
     model/                 the tiny model directory, when the job makes its own
     roles/<name>.json      address, pid and start time of each role that is up
+    chaos.json             faults that were injected on purpose
     logs/<name>/attempt_<n>.log
 """
 
@@ -153,8 +154,13 @@ class RunFolder:
         if attempt is None:
             attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
         address = RoleAddress(name, url, me.pid, me.start_time, attempt, socket.gethostname())
-        write_atomic(self._role_file(name), json.dumps(asdict(address), indent=1).encode())
+        self.announce(address)
         return address
+
+    def announce(self, address: RoleAddress) -> None:
+        """Register a role, which may be another process."""
+        path = self._role_file(address.name)
+        write_atomic(path, json.dumps(asdict(address), indent=1).encode())
 
     def unregister(self, name: str) -> None:
         self._role_file(name).unlink(missing_ok=True)

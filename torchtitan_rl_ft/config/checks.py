@@ -41,6 +41,7 @@ RULES = (
     journaling.dump_files,
     journaling.debug_modes,
     service.recovery,
+    service.chaos,
     service.secrets,
 )
 

@@ -50,6 +50,8 @@ def notice(line: Mapping[str, Any]) -> str | None:
         return f"{subject} ended: {cause} (log: {data.get('log', '?')})"
     if kind == Kind.RESTART:
         return f"{subject} is started again, attempt {data.get('attempt')}"
+    if kind == Kind.CHAOS:
+        return f"chaos: {line.get('phase')}: {cause} ({subject})"
     if kind in (Kind.FAULT, Kind.WARN):
         return f"{'fault' if kind == Kind.FAULT else 'warning'}: {subject}: {cause}"
     return None

@@ -49,7 +49,7 @@ class Kind(StrEnum):
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
     EVAL = "eval"  # greedy evaluation; data: reward, prompts
     WARN = "warn"  # suspicious, the run goes on; cause
-    CHAOS = "chaos"  # a fault was injected; data
+    CHAOS = "chaos"  # phase: inject, lift; cause: the line; data: fault, subject, pid, late_s
 
 
 @dataclass(frozen=True, kw_only=True)

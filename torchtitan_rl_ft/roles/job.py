@@ -97,6 +97,8 @@ def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
         specs += trainers
         if sections.fault_tolerance.enable:
             specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
+    if sections.chaos.enable:
+        specs.append(_spec(folder, "chaos", "chaos", Duty.SERVICE))
     return specs
 
 

@@ -50,6 +50,17 @@ def recovery(job: Job) -> Iterator[str]:
         )
 
 
+def chaos(job: Job) -> Iterator[str]:
+    """The faults themselves are checked by the command, which alone knows their language."""
+    section = job.resolved.sections.chaos
+    if section.enable and not section.faults:
+        yield job.broken(
+            "there is nothing to inject: name faults, or leave chaos.enable out",
+            "chaos.enable",
+            "chaos.faults",
+        )
+
+
 def secrets(job: Job) -> Iterator[str]:
     """The resolved values are written to a file; the messages do not repeat the secret either."""
     for argument in job.resolved.sections.rollout.engine_args:

@@ -88,6 +88,13 @@ def suspicious(job: Job) -> list[str]:
         "checkpoint.interval",
         "training.steps",
     )
+    chaos = job.resolved.sections.chaos
+    warn(
+        bool(chaos.faults) and not chaos.enable,
+        "the faults are not injected",
+        "chaos.faults",
+        "chaos.enable",
+    )
     path = job.resolved.sections.model.hf_assets_path
     warn(
         bool(path) and not job.starting and not job.machine.exists(path),

@@ -1,0 +1,210 @@
+"""The language of faults, and when they are due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_jobs import GOOD, job
+
+from torchtitan_rl_ft import cli
+from torchtitan_rl_ft.chaos import plan
+from torchtitan_rl_ft.chaos.plan import Fault, FaultInvalid, FaultKind, Moment, When, parse
+from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
+from torchtitan_rl_ft.config import checks
+from torchtitan_rl_ft.exit_codes import ExitCode
+
+K = FaultKind
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("kill engine-1 at step 2", (K.KILL, "engine-1", Moment(When.STEP, 2))),
+        ("kill engine-0.scheduler after 3 s", (K.KILL, "engine-0.scheduler", "after 3")),
+        ("stop serving for 3 s at step 4", (K.STOP, "serving", Moment(When.STEP, 4), 0.0, 3.0)),
+        ("stop trainer-1 at rollout 3", (K.STOP, "trainer-1", Moment(When.ROLLOUT, 3))),
+        ("slow engine-0 50 % for 5 s after 10 s", (K.SLOW, "engine-0", "after 10", 0.5, 5.0)),
+        ("slow engine-0 12.5% for 5s after 10s", (K.SLOW, "engine-0", "after 10", 0.125, 5.0)),
+        ("blackhole any engine at step 1", (K.BLACKHOLE, "any engine", Moment(When.STEP, 1))),
+        (
+            "blackhole rollout for 0.5 s at phase seal",
+            (K.BLACKHOLE, "rollout", Moment(When.PHASE, phase="seal"), 0.0, 0.5),
+        ),
+        (
+            "kill any trainer at phase reduce of trainer-0",
+            (K.KILL, "any trainer", Moment(When.PHASE, phase="reduce", of="trainer-0")),
+        ),
+    ],
+)
+def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
+    kind, target, moment, *rest = fault
+    if isinstance(moment, str):
+        moment = Moment(When.AFTER, after_s=float(moment.split()[1]))
+    assert parse(line) == Fault(line, kind, target, moment, *rest)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the line ends where a kind of fault (kill, stop, slow, blackhole) should follow"),
+        (
+            "kil engine-1 at step 2",
+            "'kil' is not a kind of fault (kill, stop, slow, blackhole); did",
+        ),
+        ("kill enigne-1 at step 2", "unknown target 'enigne-1'; did you mean 'engine-0'?"),
+        ("kill trainer-1.server at step 2", "only engines have parts"),
+        ("kill engine-1.gpu at step 2", "'engine-1.gpu' names none of"),
+        ("kill any at step 2", "unknown target 'any at'"),
+        ("kill engine-1", "the line ends where a moment (at, after) should follow"),
+        ("kill engine-1 at step two", "step is followed by a number from 1, found 'two'"),
+        ("kill engine-1 at step 0", "step is followed by a number from 1, found '0'"),
+        ("kill engine-1 for 3 s at step 2", "kill has no duration"),
+        ("kill engine-1 at step 2 now", "nothing may follow the moment, found 'now'"),
+        ("stop serving for 3 at step 2", "expected 's', found 'at'"),
+        ("stop serving for 0 s at step 2", "a time is above 0 s"),
+        ("slow engine-0 for 5 s at step 2", "expected the share of time that it is stopped"),
+        ("slow engine-0 100 % for 5 s at step 2", "a share is above 0 % and below 100 %"),
+        ("slow engine-0 50 % at step 2", "slow needs a duration, like: for 5 s"),
+        ("blackhole trainer-0 at step 2", "no client finds 'trainer-0' anew"),
+        ("kill engine-1 before step 2", "'before' is not a moment (at, after)"),
+    ],
+)
+def test_a_bad_line_says_what_and_how_to_mend_it(line: str, message: str) -> None:
+    with pytest.raises(FaultInvalid) as invalid:
+        parse(line)
+    assert message in str(invalid.value)
+    assert "a line reads like 'kill engine-1 at step 2' (docs/faults.md)" in str(invalid.value)
+
+
+# In a job ---------------------------------------------------------------------------------------
+
+
+def faults_of(tmp_path: Path, *lines: str, text: str = "", enable: bool = True) -> Any:
+    listed = ", ".join(f'"{line}"' for line in lines)
+    section = f"[chaos]\nenable = {str(enable).lower()}\nfaults = [{listed}]\n"
+    return job(tmp_path, GOOD + text + section)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "kill engine-2 at step 1",
+            "there is no engine-2 in this job, which has 2 (from engine-0)",
+        ),
+        ("stop trainer-2 at step 1", "there is no trainer-2 in this job, which has 2"),
+        ("kill serving at step 101", "training.steps = 100, so step 101 never comes"),
+    ],
+)
+def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str) -> None:
+    [problem] = plan.problems(faults_of(tmp_path, "kill engine-1 at step 1", line))
+    assert problem.startswith(f"chaos.faults[1] = {line!r} (")
+    assert "job.toml:" in problem
+    assert message in problem
+
+
+def test_enable_and_faults_go_together(tmp_path: Path) -> None:
+    report = checks.check(faults_of(tmp_path))
+    assert [p for p in report.problems if "there is nothing to inject" in p]
+    report = checks.check(faults_of(tmp_path, "kill engine-1 at step 1", enable=False))
+    assert report.problems == []
+    assert [w for w in report.warnings if "the faults are not injected" in w]
+
+
+@pytest.mark.parametrize("command", [["check", "--quick"], ["run"]])
+def test_the_command_names_every_bad_line_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    faults_of(tmp_path, "kil engine-1 at step 2", "kill engine-7 at step 2")
+    folder = tmp_path / "run"
+    argv = [*command, str(tmp_path / "job.toml"), "--job.dump_folder", str(folder)]
+    assert cli.main(argv) == ExitCode.CONFIG
+    errors = [x for x in capsys.readouterr().err.splitlines() if "error:" in x]
+    assert len(errors) == 2
+    assert "chaos.faults[0]" in errors[0] and "chaos.faults[1]" in errors[1]
+    assert not folder.exists()
+
+
+# When -------------------------------------------------------------------------------------------
+
+
+def schedule(*lines: str) -> Schedule:
+    return Schedule(keyed([parse(line) for line in lines]), 0.0)
+
+
+def event(kind: str, mono_s: float, **fields: Any) -> dict[str, Any]:
+    return {"kind": kind, "mono_s": mono_s, **fields}
+
+
+def due(found: Schedule, now_mono_s: float = 1e9) -> list[tuple[str, float]]:
+    return [(d.fault.line, d.planned_mono_s) for d in found.due(now_mono_s)]
+
+
+def test_after_the_commit_of_a_step() -> None:
+    line = "kill engine-1 at step 2"
+    found = schedule(line)
+    found.see(event("commit", 1.0, step=1))
+    assert due(found) == []
+    found.see(event("commit", 2.0, step=2))
+    found.see(event("commit", 3.0, step=3))
+    assert due(found) == [(line, 2.0)]
+
+
+def test_while_a_batch_is_rolled_out() -> None:
+    first, second = "kill engine-1 at rollout 1", "kill engine-1 at rollout 2"
+    found = schedule(first, second)
+    found.see(event("issue", 1.0))
+    found.see(event("accept", 2.0))
+    found.see(event("seal", 3.0, step=1))
+    assert due(found) == [(first, 1.0)]
+    found.see(event("accept", 4.0))
+    assert due(found) == [(first, 1.0), (second, 4.0)]
+
+
+def test_at_a_phase_of_anybody_or_somebody() -> None:
+    lines = [
+        "kill serving at phase reduce",
+        "kill serving at phase reduce of trainer-1",
+        "kill serving at phase installing of engine-1",
+        "kill serving at phase publish",
+    ]
+    found = schedule(*lines)
+    found.see(event("phase", 1.0, phase="reduce", name="trainer-0"))
+    found.see(event("transition", 2.0, name="serving", data={"subject": "engine-0", "new": "x"}))
+    assert due(found) == [(lines[0], 1.0)]
+    found.see(event("phase", 3.0, phase="reduce", name="trainer-1"))
+    moved = {"subject": "engine-1", "new": "installing"}
+    found.see(event("transition", 4.0, name="serving", data=moved))
+    found.see(event("publish", 5.0, name="serving"))
+    assert due(found) == list(zip(lines, [1.0, 3.0, 4.0, 5.0], strict=True))
+
+
+def test_only_the_present_life_counts() -> None:
+    lines = ["kill engine-1 at step 2", "kill engine-0 after 5 s"]
+    found = schedule(*lines)
+    found.see(event("run", 100.0, phase="start"))
+    found.see(event("commit", 101.0, step=2))
+    assert due(found, 104.9) == [(lines[0], 101.0)]
+    assert due(found, 105.0) == [(lines[0], 101.0), (lines[1], 105.0)]
+    found.see(event("run", 200.0, phase="resume"))
+    assert due(found, 204.0) == []
+    found.see(event("commit", 201.0, step=3))
+    assert due(found, 205.0) == [(lines[0], 201.0), (lines[1], 205.0)]
+
+
+def test_a_fault_does_not_set_off_another_by_itself() -> None:
+    found = schedule("kill engine-1 at phase inject")
+    found.see(event("chaos", 1.0, phase="inject"))
+    assert due(found) == []
+
+
+def test_equal_lines_are_two_faults() -> None:
+    lines = ["kill engine-1 at step 2", "kill  engine-1 at step 2", "kill engine-1 at step 3"]
+    keys = [p.key for p in keyed([parse(line) for line in lines])]
+    assert keys == [
+        "kill engine-1 at step 2 #1",
+        "kill engine-1 at step 2 #2",
+        "kill engine-1 at step 3 #1",
+    ]
