@@ -36,77 +36,26 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aiohttp import web
+from fake_answers import EventStream, Output
+from fake_worker import Worker
 from safetensors.numpy import load_file
 
 CONTEXT_TOKENS = 512
 FAULTS_ENV = "FAKE_SGLANG_FAULTS"
-
-WORKER = """
-import hashlib, json, sys
-for line in sys.stdin:
-    asked = json.loads(line)
-    text = json.dumps(asked["key"])
-    word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    print(json.dumps({"id": asked["id"], "word": word}), flush=True)
-"""
-BOUND = """
-import ctypes, os, signal
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-"""
+Tell = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class UnknownField(ValueError):
     """SGLang answers this one in another shape."""
-
-
-class Worker:
-    """The process that computes tokens."""
-
-    def __init__(self, outlives_parent: bool) -> None:
-        self._process = subprocess.Popen(
-            ["sglang::scheduler", "-c", ("" if outlives_parent else BOUND) + WORKER],
-            executable=sys.executable,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=outlives_parent,
-        )
-        self._waiting: dict[str, asyncio.Future[int]] = {}
-
-    async def open(self) -> None:
-        assert self._process.stdout is not None
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
-        )
-        self._reading = asyncio.create_task(self._read(reader))
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            answer = json.loads(line)
-            if future := self._waiting.pop(answer["id"], None):
-                future.set_result(answer["word"])
-
-    async def word(self, *key: Any) -> int:
-        """A number that depends on `key`; never, when the worker is dead or stopped."""
-        assert self._process.stdin is not None
-        task = uuid.uuid4().hex
-        self._waiting[task] = asyncio.get_running_loop().create_future()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"id": task, "key": key}).encode() + b"\n")
-            self._process.stdin.flush()
-        return await self._waiting[task]
-
-    def send(self, signum: signal.Signals) -> None:
-        self._process.send_signal(signum)
 
 
 def load_parameters(path: Path) -> dict[str, np.ndarray]:
@@ -130,8 +79,11 @@ def load_parameters(path: Path) -> dict[str, np.ndarray]:
 
 
 class FakeEngine:
-    def __init__(self, model_path: Path, faults: dict[str, Any]) -> None:
+    def __init__(
+        self, model_path: Path, faults: dict[str, Any], stream_interval: int, incremental: bool
+    ) -> None:
         self.model_path = model_path
+        self.stream_interval, self.incremental = stream_interval, incremental
         self.vocabulary = json.loads((model_path / "config.json").read_bytes())["vocab_size"]
         self.parameters = load_parameters(model_path)
         self.version = "default"
@@ -143,7 +95,7 @@ class FakeEngine:
         self.running = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.abort = asyncio.Event()
+        self.samples: dict[str, asyncio.Event] = {}  # set: aborted
         self.requests = 0
         self.calls: list[tuple[float, str]] = []
         self.worker = Worker(bool(faults.get("orphan")))
@@ -157,13 +109,17 @@ class FakeEngine:
 
     # Generation -----------------------------------------------------------------------------
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        stream = EventStream(request) if body.get("stream") else None
         try:
             prompts, parameters = self._checked(body)
         except UnknownField as e:
             return web.json_response({"error": str(e)}, status=400)
         except ValueError as e:
+            if stream is not None:
+                await stream.open()
+                return await stream.refuse(str(e))
             return web.json_response({"error": {"message": str(e)}}, status=400)
         self.requests += 1
         every = self.faults.get("drop_task")
@@ -171,17 +127,46 @@ class FakeEngine:
             return web.Response(status=500, text="Internal Server Error")
         if prompts[0] == self.faults.get("poison"):
             os.kill(os.getpid(), signal.SIGKILL)
+        single = isinstance(body["input_ids"][0], int) and len(prompts) == 1
+        outputs = self._outputs(prompts, body, streamed=stream is not None)
+        if stream is not None:
+            await stream.open()
         await self.go.wait()
         self.running += 1
         self.idle.clear()
+        tasks = [
+            asyncio.create_task(self._sample(prompt, p, output, _to(stream, i, single)))
+            for i, (prompt, p, output) in enumerate(zip(prompts, parameters, outputs, strict=True))
+        ]
         try:
-            samples = await asyncio.gather(*map(self._sample, prompts, parameters))
-        finally:
+            samples = await asyncio.gather(*tasks)
+        finally:  # also when the caller has gone
+            for task in tasks:
+                task.cancel()
+            for output in outputs:
+                self.samples.pop(output.rid, None)
             self.running -= 1
             if not self.running:
                 self.idle.set()
-        single = isinstance(body["input_ids"][0], int) and len(samples) == 1
+        if stream is not None:
+            return await stream.close()
         return web.json_response(samples[0] if single else samples)
+
+    def _outputs(
+        self, prompts: list[list[int]], body: dict[str, Any], *, streamed: bool
+    ) -> list[Output]:
+        rids = body.get("rid") or [""] * len(prompts)
+        outputs = [
+            Output(
+                len(prompt),
+                rid=rid,
+                interval=self.stream_interval,
+                incremental=streamed and self.incremental,
+            )
+            for prompt, rid in zip(prompts, [rids] if isinstance(rids, str) else rids, strict=True)
+        ]
+        self.samples.update({output.rid: asyncio.Event() for output in outputs})
+        return outputs
 
     def _checked(self, body: dict[str, Any]) -> tuple[list[list[int]], list[dict[str, Any]]]:
         ids = body.get("input_ids")
@@ -204,57 +189,63 @@ class FakeEngine:
                 raise UnknownField(f"unknown field `{min(unknown)}`")
         return prompts * n, parameters * n
 
-    async def _sample(self, prompt: list[int], parameters: dict[str, Any]) -> dict[str, Any]:
-        started = time.monotonic()
+    async def _sample(
+        self, prompt: list[int], parameters: dict[str, Any], output: Output, tell: Tell | None
+    ) -> dict[str, Any]:
+        """Tell what is generated, or return it, when `tell` is None."""
         seed = parameters.get("sampling_seed", 42)
-        output: list[int] = []
-        logprobs: list[float] = []
-        spans: list[dict[str, Any]] = []
         limit = parameters.get("max_new_tokens", 128)
         stops = {2, *parameters.get("stop_token_ids", [])}
         finish: dict[str, Any] = {"type": "length", "length": limit}
-        while len(output) < limit:
+        aborted = self.samples[output.rid]
+        while len(output.ids) < limit:
             await asyncio.sleep(self.faults.get("token_s", 0))
             if not self.go.is_set():
                 if self.paused == "abort":
-                    finish = {"type": "abort", "message": "Aborted", "status_code": None}
+                    finish = ABORTED
                     break
-                await self.go.wait()
-            word = await self.worker.word(prompt, self.cached, seed, len(output))
-            token = word % self.vocabulary
-            if parameters.get("ignore_eos") and token in stops:
-                token = self.vocabulary - 1
-            output.append(token)
-            logprobs.append(math.log((1 + word % 1000) / 1001))
-            if not spans or spans[-1]["version"] != self.version:
-                spans.append({"version": self.version, "start": len(output) - 1, "end": 0})
-            spans[-1]["end"] = len(output)
+                await _either(self.go, aborted)
+                if aborted.is_set():
+                    message = output.aborted_in_queue(self.version)
+                    if tell is not None:
+                        await tell(message)
+                    return message
+            if aborted.is_set():
+                finish = ABORTED
+                break
+            token, logprob = await self._next(prompt + output.ids, seed, parameters, stops)
+            output.add(token, logprob, self.version)
             if token in stops and not parameters.get("ignore_eos"):
                 finish = {"type": "stop", "matched": token}
                 break
-        meta = {
-            "id": uuid.uuid4().hex,
-            "finish_reason": finish,
-            "prompt_tokens": len(prompt),
-            "weight_version": self.version,
-            "num_retractions": 0,
-            "input_token_logprobs": [],
-            "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, output, strict=True)],
-            "output_token_logprobs_length": len(output),
-            "reasoning_tokens": 0,
-            "completion_tokens": len(output),
-            "cached_tokens": 0,
-            "weight_versions": spans or [{"version": self.version, "start": 0, "end": 0}],
-            "cached_tokens_details": None,
-            "dp_rank": None,
-            "e2e_latency": time.monotonic() - started,
-            "response_sent_to_client_ts": time.time(),
-        }
+            if tell is not None and output.due and len(output.ids) < limit:
+                await tell(self._shown(output.message(self.version)))
+        message = self._shown(output.message(self.version, finish))
+        if tell is not None:
+            await tell(message)
+        return message
+
+    async def _next(
+        self, context: list[int], seed: int, parameters: dict[str, Any], stops: set[int]
+    ) -> tuple[int, float]:
+        """A token and its log-prob: a function of all tokens before it, weights and seed."""
+        word = await self.worker.word(context, self.cached, seed)
+        token = word % self.vocabulary
+        if parameters.get("ignore_eos") and token in stops:
+            token = self.vocabulary - 1
+        return token, math.log((1 + word % 1000) / 1001)
+
+    def _shown(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.faults.get("no_version"):
-            del meta["weight_version"], meta["weight_versions"]
-        return {"text": " ".join(map(str, output)), "output_ids": output, "meta_info": meta}
+            message["meta_info"].pop("weight_version", None)
+            message["meta_info"].pop("weight_versions", None)
+        return message
 
     async def abort_request(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        for rid, aborted in self.samples.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                aborted.set()
         return web.Response()
 
     # Health ---------------------------------------------------------------------------------
@@ -406,6 +397,8 @@ class FakeEngine:
         return app
 
 
+ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+
 KNOWN_SAMPLING = {
     "max_new_tokens",
     "temperature",
@@ -417,6 +410,26 @@ KNOWN_SAMPLING = {
     "stop_token_ids",
     "min_p",
 }
+
+
+def _to(stream: EventStream | None, index: int, single: bool) -> Tell | None:
+    """Where a sample's messages go; SGLang numbers them unless the request is a single one."""
+    if stream is None:
+        return None
+
+    async def tell(message: dict[str, Any]) -> None:
+        await stream.send(message if single else {**message, "index": index})
+
+    return tell
+
+
+async def _either(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 def status_ok(message: str) -> web.Response:
@@ -433,11 +446,15 @@ async def main() -> None:
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--stream-interval", type=int, default=1)
+    parser.add_argument("--incremental-streaming-output", action="store_true")
     args, _ = parser.parse_known_args()
     faults = json.loads(os.environ.get(FAULTS_ENV, "{}"))
     if faults.get("die_at_start"):
         sys.exit(f"fake engine: cannot start from {args.model_path}")
-    engine = FakeEngine(args.model_path, faults)
+    engine = FakeEngine(
+        args.model_path, faults, args.stream_interval, args.incremental_streaming_output
+    )
     await engine.worker.open()
     runner = web.AppRunner(engine.app(), access_log=None)
     await runner.setup()

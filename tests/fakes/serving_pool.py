@@ -18,7 +18,14 @@ from policies import token_of, write_policy
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.run_folder import RunFolder
-from torchtitan_rl_ft.serving.launch import HOST, Launch, fingerprint, free_ports, make_scratch
+from torchtitan_rl_ft.serving.launch import (
+    HOST,
+    Launch,
+    fingerprint,
+    free_ports,
+    make_scratch,
+    stream_arguments,
+)
 from torchtitan_rl_ft.serving.router import GenerateRequest
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
@@ -32,6 +39,7 @@ FAKE = Path(__file__).with_name("fake_sglang.py")
 class FakeLauncher:
     """Starts fake engines. `faults[slot]` is a list: faults of the first start, the second, ..."""
 
+    rollout: RolloutSection
     model: Path
     folder: RunFolder
     faults: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
@@ -50,7 +58,8 @@ class FakeLauncher:
         return fingerprint(self._command())
 
     def _command(self) -> list[str]:
-        return [sys.executable, str(FAKE), "--model-path", str(self.model)]
+        program = [sys.executable, str(FAKE), "--model-path", str(self.model)]
+        return [*program, *stream_arguments(self.rollout)]
 
 
 @dataclass
@@ -147,7 +156,7 @@ async def open_pool(
         }
     )
     events = EventList()
-    launcher = FakeLauncher(model, folder, faults or {})
+    launcher = FakeLauncher(settings, model, folder, faults or {})
     async with aiohttp.ClientSession() as http:
         service = ServingService(
             settings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import httpx
 RECORDED = Path(__file__).with_name("transcript.json")
 PROMPT = [3, 4, 5]
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
+STREAMED = {"max_new_tokens": 60, "ignore_eos": True}
+LONG = {"max_new_tokens": 480, "ignore_eos": True}
 
 MODEL_INFO = ("model_path", "is_generation", "weight_version", "model_type", "architectures")
 
@@ -69,13 +72,93 @@ def calls(weights: Path) -> list[tuple[str, str, str, dict[str, Any] | None]]:
     ]
 
 
+def streams() -> list[tuple[str, dict[str, Any]]]:
+    """(name, body) of streamed requests."""
+    one = {"input_ids": PROMPT, "sampling_params": STREAMED, "return_logprob": True}
+    seeded = [{**STREAMED, "sampling_seed": s} for s in (1, 2)]
+    return [
+        ("stream", one),
+        ("stream of one in a list", {**one, "input_ids": [PROMPT]}),
+        ("stream of n samples", {**one, "sampling_params": {**STREAMED, "n": 3}}),
+        (
+            "stream of seeded samples",
+            {**one, "input_ids": [PROMPT] * 2, "sampling_params": seeded},
+        ),
+        ("stream of no input", {"sampling_params": STREAMED}),
+        ("stream of empty input", {**one, "input_ids": []}),
+        ("stream too long", {**one, "input_ids": [3] * 600}),
+        ("stream of a bad value", {**one, "sampling_params": {"temperature": -1}}),
+        ("stream of an unknown field", {**one, "sampling_params": {"no_such": 1}}),
+    ]
+
+
 def replay(url: str, weights: Path) -> dict[str, Any]:
     """Name of a call -> what is compared of its answer."""
     with httpx.Client(base_url=url, timeout=30, trust_env=False) as http:
-        return {
+        found = {
             name: compared(name, path, http.request(method, path, json=body))
             for name, method, path, body in calls(weights)
         }
+        for name, body in streams():
+            found[name] = streamed(http, body, lambda: None)
+        long = {"rid": "aborted", "input_ids": PROMPT, "return_logprob": True}
+        long["sampling_params"] = LONG
+
+        def abort() -> None:
+            http.post("/abort_request", json={"rid": "aborted"})
+
+        def abort_waiting() -> None:
+            http.post("/pause_generation", json={"mode": "retract"})
+            abort()
+            http.post("/continue_generation", json={})
+
+        found["aborted while it runs"] = streamed(http, long, abort)
+        found["aborted while it waits"] = streamed(http, long, abort_waiting)
+        return found
+
+
+def streamed(http: httpx.Client, body: dict[str, Any], meanwhile: Callable[[], None]) -> Any:
+    """Shapes of the first messages of samples, of those in between and of the last; after the
+    first message of all, `meanwhile` is called. A bad request ends its connection later on, so
+    each has one of its own."""
+    shapes: dict[str, set[str]] = {}
+    indexes: set[str] = set()
+    ends: list[Any] = []
+    headers = {"Connection": "close"}
+    with http.stream("POST", "/generate", json={**body, "stream": True}, headers=headers) as r:
+        found = {"status": r.status_code, "type": r.headers["content-type"].split(";")[0]}
+        if r.status_code != 200:
+            r.read()
+            return found | {"error": error_kind(r.json())}
+        for line in r.iter_lines():
+            if not line:
+                continue
+            text = line.removeprefix("data: ")
+            if text == "[DONE]" or "error" in json.loads(text):
+                ends.append(text if text == "[DONE]" else unsized(json.loads(text)))
+                continue
+            message = json.loads(text)
+            message["meta_info"].pop("cached_tokens_details", None)  # depends on what came before
+            finish = message["meta_info"]["finish_reason"]
+            begun = str(message.get("index")) in indexes
+            stage = "last" if finish else "next" if begun else "first"
+            shapes.setdefault(stage, set()).add(json.dumps(unsized(message), sort_keys=True))
+            indexes.add(str(message.get("index")))
+            if len(indexes) == 1 and not begun:
+                meanwhile()
+            if finish and finish["type"] == "abort":
+                shapes.pop("next", None)  # whether it came this far is a matter of time
+    shown = {stage: [json.loads(text) for text in sorted(s)] for stage, s in shapes.items()}
+    return found | {"indexes": sorted(indexes), "messages": shown, "ends": ends}
+
+
+def unsized(value: Any) -> Any:
+    """The shape of a message; how many tokens it has depends on the server's settings."""
+    if isinstance(value, dict):
+        return {k: unsized(v) for k, v in sorted(value.items())}
+    if isinstance(value, list):
+        return [unsized(value[0])] if value else []
+    return kind(value)
 
 
 def compared(name: str, path: str, response: httpx.Response) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class SGLangLauncher:
         """The user's come last, so that they win."""
         fixed = ["--log-level-http=warning"]
         fixed += sglang_cpu.ARGUMENTS if self._on_cpu else ["--dtype=bfloat16"]
+        fixed += stream_arguments(self._rollout)
         if self._rollout.pause_mode == "in_place":
             # Requests that run on keep their cache, so it cannot be flushed at an update, and
             # new requests would reuse what old weights computed.
@@ -118,6 +119,12 @@ class SGLangLauncher:
 def fingerprint(command: Sequence[str]) -> str:
     """Of a command line, without ports and paths of its own."""
     return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
+
+
+def stream_arguments(rollout: RolloutSection) -> list[str]:
+    """A message of a running request holds what is new, not all tokens from the first one."""
+    interval = rollout.stream_interval_tokens
+    return ["--incremental-streaming-output", f"--stream-interval={interval}"]
 
 
 def has_accelerator() -> bool:
