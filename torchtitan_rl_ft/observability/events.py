@@ -44,6 +44,7 @@ class Kind(StrEnum):
     CONFIRM = "confirm"  # another group reported the same commit
     SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step
     PUBLISH = "publish"  # a policy version was announced; version, step
+    PROMOTE = "promote"  # a standby engine takes the place of a lost one; cause
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.events import EventSink
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
 from torchtitan_rl_ft.serving.states import EngineState, StateMachine
@@ -42,6 +43,11 @@ class Engine:
         self.name = client.name
         self._machine = StateMachine(self.name, events)
         self._changes, self._clock = changes, clock
+        self.duty = Duty.ACTIVE
+        self.joins: Boundary | None = None
+        """When it may take a version; None: at once."""
+        self.unproved = process.adopted
+        """It may hold the required version, or half of one: nobody has looked."""
         self.version: int | None = None
         self.loading: int | None = None  # version being installed: its files are needed
         self.digest: str | None = None  # model_digest of what it holds, when proved

@@ -34,6 +34,12 @@ class EngineClient:
 
     def __init__(self, http: aiohttp.ClientSession, url: str, name: str) -> None:
         self._http, self.url, self.name = http, url, name
+        self._fenced = False
+
+    def fence(self) -> None:
+        """The engine is retired: no request goes to its address any more, which another process
+        may get, and no answer that is still on its way is used."""
+        self._fenced = True
 
     async def model_info(self, timeout_s: float) -> dict[str, Any]:
         return await self._json("GET", "/model_info", timeout_s=timeout_s)
@@ -72,6 +78,11 @@ class EngineClient:
 
     async def resume(self, timeout_s: float) -> None:
         await self._json("POST", "/continue_generation", {}, timeout_s=timeout_s)
+
+    async def abort_all(self, timeout_s: float) -> None:
+        """End all requests, running and waiting."""
+        body = {"rid": "", "abort_all": True}
+        await self._bytes("POST", "/abort_request", body, timeout_s)
 
     async def load(self, path: str, version: int, flush_cache: bool, timeout_s: float) -> None:
         """Take the weights in `path`. With `flush_cache` a cache that could not be flushed is an
@@ -113,9 +124,11 @@ class EngineClient:
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> tuple[bytes, aiohttp.ClientResponse]:
         limit = aiohttp.ClientTimeout(total=timeout_s)
+        self._check_fence(path)
         try:
             async with self._http.request(method, self.url + path, json=body, timeout=limit) as r:
                 data = await r.read()
+                self._check_fence(path)
                 if r.status != 200:
                     raise EngineRefused(r.status, await _message(r))
                 return data, r
@@ -123,6 +136,10 @@ class EngineClient:
             raise EngineTimeout(f"{self.name} {path}: no answer in {timeout_s:.3g} s") from None
         except (aiohttp.ClientError, OSError) as e:
             raise EngineUnreachable(f"{self.name} {path}: {type(e).__name__}: {e}") from e
+
+    def _check_fence(self, path: str) -> None:
+        if self._fenced:
+            raise EngineUnreachable(f"{self.name} {path}: this engine is retired")
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:

@@ -77,12 +77,18 @@ class EngineProcess:
         when nobody can tell."""
         return next((p.returncode for p in self.processes if p.returncode is not None), None)
 
+    @property
+    def ended(self) -> str | None:
+        """How one of the processes ended, in words; None while all run."""
+        gone = [p for p in self.processes if p.returncode is not None or not p.id.alive()]
+        return process.describe(gone[0].returncode) if gone else None
+
     async def wait(self) -> str:
-        """Until one of the processes ends; says how, in words."""
+        """Until one of the processes ends; says how."""
         waits = [asyncio.ensure_future(p.wait()) for p in self.processes]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return process.describe(next(w for w in waits if w in done).result())
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return self.ended or "ended"
         finally:
             for wait in waits:
                 wait.cancel()

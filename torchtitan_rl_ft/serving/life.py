@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from typing import Any
 
 from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
 from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.shared import Shared
 from torchtitan_rl_ft.serving.states import EngineState
-from torchtitan_rl_ft.serving.updates import Retire, install
+from torchtitan_rl_ft.serving.updates import Retire, update
 
 READY_POLL_S = 0.1
 OBSERVE_S = 1.0
@@ -26,12 +28,14 @@ class Life:
         self.engine, self._shared = engine, shared
         self.ending = False
         """The end is wanted: no fault."""
+        self.lost: Boundary | None = None
+        """What its replacement has to wait for, once it is retired."""
 
     async def run(self) -> str:
         """Why the engine was retired. A process exit is noticed at once."""
         engine = self.engine
         tasks = [
-            asyncio.create_task(self._exited()),
+            asyncio.create_task(engine.process.wait()),
             asyncio.create_task(_reason(self._keep_current())),
             asyncio.create_task(_reason(self._watch_workers())),
             asyncio.create_task(_reason(self._shared.prober.watch(engine))),
@@ -40,6 +44,8 @@ class Life:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             reason = next(t for t in tasks if t.done()).result()
+            if (ended := engine.process.ended) is not None:  # its workers end with it
+                reason = f"{ended} while {engine.state}"
         finally:
             for task in tasks:
                 task.cancel()
@@ -51,9 +57,6 @@ class Life:
                 raise
             await asyncio.gather(*tasks, return_exceptions=True)
         return reason
-
-    async def _exited(self) -> str:
-        return f"{await self.engine.process.wait()} while {self.engine.state}"
 
     async def _watch_workers(self) -> str:
         """The reason when a part of the engine is gone while its main process is up."""
@@ -69,26 +72,36 @@ class Life:
 
         Raises Retire.
         """
-        engine = self.engine
+        engine, changes = self.engine, self._shared.changes
         await self._come_up()
         engine.up.set()
+        if engine.duty is Duty.STANDBY:
+            engine.move(EngineState.STANDBY, "up, kept for the next fault")
+            await changes.wait_until(lambda: self._promoted, math.inf)
         engine.move(EngineState.STALE, "up, holds no published version")
         while True:
-            await self._shared.changes.wait_until(self._behind, 3600.0)
+            await changes.wait_until(self._behind, math.inf)
             if (target := self._shared.target) is not None and self._behind():
                 engine.loading = target.release.version
                 try:
-                    await install(engine, target, self._shared)
+                    await update(engine, target, self._shared)
                 finally:
                     engine.loading = None
 
+    @property
+    def _promoted(self) -> bool:
+        """A suspect is cleared first."""
+        return self.engine.duty is Duty.ACTIVE and self.engine.state is EngineState.STANDBY
+
     def _behind(self) -> bool:
-        """Whether the engine needs the target version. A suspect is cleared first."""
+        """Whether the engine needs the target version, and may take it. A suspect is cleared
+        first."""
         engine, target = self.engine, self._shared.target
         return (
             target is not None
             and engine.version != target.release.version
             and engine.state in (EngineState.STALE, EngineState.SERVING, EngineState.PAUSED)
+            and self._shared.may_join(engine)
         )
 
     async def _come_up(self) -> None:
@@ -96,6 +109,8 @@ class Life:
         engine, shared = self.engine, self._shared
         await self._record()
         limit_s = shared.rollout.engine_start_timeout_s
+        adopted = engine.process.adopted
+        began = shared.clock() if adopted else engine.process.main.started_mono_s
         end = shared.clock() + limit_s
         observed = 0.0
         while True:
@@ -116,7 +131,8 @@ class Life:
                 Kind.READY,
                 subject=engine.name,
                 url=engine.client.url,
-                start_s=round(shared.clock() - engine.process.main.started_mono_s, 3),
+                adopted=adopted,
+                start_s=round(shared.clock() - began, 3),
             )
             return
 
@@ -127,9 +143,12 @@ class Life:
     # End ------------------------------------------------------------------------------------
 
     async def _retire(self, reason: str) -> None:
-        """Out of routing first, then dead, then forgotten."""
+        """Out of routing first, then fenced, dead, forgotten."""
         engine, shared = self.engine, self._shared
+        self.lost = shared.boundary()
         engine.move(EngineState.RETIRED, reason)
+        engine.client.fence()
+        await shared.deregistration.forget(engine)
         left = await engine.process.end(shared.clock() + shared.rollout.cleanup_timeout)
         await asyncio.to_thread(shared.records.remove, engine.slot)
         main, code = engine.process.main, engine.process.returncode

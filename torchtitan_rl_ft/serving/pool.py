@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
 
+from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.duties import Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
+from torchtitan_rl_ft.serving.engine_records import EngineRecord
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
@@ -23,14 +28,42 @@ class PoolFailed(Exception):
 class EnginePool:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.slots = [Slot(i, shared) for i in range(shared.rollout.engines)]
+        rollout = shared.rollout
+        duties = [Duty.ACTIVE] * rollout.engines + [Duty.STANDBY] * rollout.standby_engines
+        self.slots = [Slot(i, shared, duty) for i, duty in enumerate(duties)]
+        self._assigning: asyncio.Task[None] | None = None
+        shared.engines = lambda: self.engines
 
-    def open(self) -> None:
+    def open(self, adopted: Mapping[int, EngineRecord] | None = None) -> None:
+        """`adopted`: living engines of an earlier serving role, by slot; where it had none, or
+        has lost one, a new one is started."""
+        adopted = adopted or {}
+        self._assigning = asyncio.create_task(self._assign_duties())
         for slot in self.slots:
-            slot.open()
+            slot.open(adopted.get(slot.index), lost=bool(adopted) and slot.index not in adopted)
 
     async def close(self) -> None:
+        if self._assigning is not None:
+            self._assigning.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._assigning
         await asyncio.gather(*(slot.close() for slot in self.slots))
+        await self._shared.deregistration.close()
+
+    async def _assign_duties(self) -> None:
+        """Have standby engines take the places of those that are lost, at once."""
+        while True:
+            await self._shared.changes.wait_until(lambda: bool(self._promotions()), math.inf)
+            for promotion in self._promotions():
+                old, new = self.slots[promotion.replaced], self.slots[promotion.promoted]
+                old.assign(Duty.STANDBY if old.given_up is None else Duty.QUARANTINED)
+                new.assign(Duty.ACTIVE)
+                cause = f"takes the place of {old.name}"
+                self._shared.events.emit(Kind.PROMOTE, cause=cause, subject=new.name)
+            self._shared.changes.notify()
+
+    def _promotions(self) -> list[Promotion]:
+        return promotions([slot.place for slot in self.slots])
 
     @property
     def engines(self) -> Iterator[Engine]:
@@ -54,23 +87,26 @@ class EnginePool:
         return [e for e in self.engines if e.serves(version)]
 
     def all_current(self, version: int) -> bool:
-        """Every live engine serves `version`, and there is one. Engines that start, or die, hold
-        nobody up."""
-        live = [e for e in self.engines if e.live]
-        return bool(live) and all(e.serves(version) for e in live)
+        """Every engine that is up and meant to serve `version` does, and there is one. Engines
+        that start, stand by, or die, hold nobody up."""
+        meant = [e for e in self.engines if e.live and e.duty is Duty.ACTIVE]
+        meant = [e for e in meant if e.serves(version) or self._shared.may_join(e)]
+        return bool(meant) and all(e.serves(version) for e in meant)
 
     async def run_until_failed(self) -> None:
         """Raises PoolFailed when the floor cannot be held; an error of a slot's own code goes
         through."""
         while True:
-            await self._shared.changes.wait_until(self._broken, 3600.0)
-            for slot in self.slots:
-                if slot.failure is not None:
-                    raise slot.failure
+            await self._shared.changes.wait_until(self._broken, math.inf)
+            for failure in self._failures():
+                raise failure
             self._check_floor()
 
     def _broken(self) -> bool:
-        return self._below_floor() or any(s.failure is not None for s in self.slots)
+        return self._below_floor() or any(self._failures())
+
+    def _failures(self) -> Iterator[BaseException]:
+        return (f for f in (slot.failure for slot in self.slots) if f is not None)
 
     def _below_floor(self) -> bool:
         usable = sum(s.given_up is None for s in self.slots)

@@ -14,9 +14,11 @@ import aiohttp
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.adoption import inherit
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.engine_process import end_recorded
-from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.prober import Prober
@@ -80,6 +82,7 @@ class ServingService:
             ),
             records=self._records,
             changes=self._changes,
+            deregistration=Deregistration(events),
         )
         self.pool = EnginePool(self._shared)
         self._router = Router(self.pool, self._changes, events, rollout.request_timeout_s)
@@ -87,13 +90,8 @@ class ServingService:
     # Life -----------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Clean up after an earlier serving role of this run and start the engines. They take
-        the newest published version as soon as they are up."""
-        deadline = time.monotonic() + self._rollout.cleanup_timeout
-        for record in self._records.read():
-            for pid in await end_recorded(record, deadline):
-                cause = f"ended engine process {pid} of an earlier serving"
-                self._events.emit(Kind.WARN, cause=cause)
+        """Take over what an earlier serving role of this run left, and start what is missing.
+        Engines take the newest published version as soon as they are up. Raises RecordsCorrupt."""
         newest = self._versions.newest
         if newest is not None:
             try:
@@ -101,7 +99,20 @@ class ServingService:
             except (WeightsInvalid, OSError) as e:
                 cause = f"version {newest.version} of an earlier serving cannot be used: {e}"
                 self._events.emit(Kind.WARN, cause=cause, version=newest.version)
-        self.pool.open()
+        self.pool.open(await self._inherit())
+
+    async def _inherit(self) -> dict[int, EngineRecord]:
+        """Living engines that fit, by slot. The others are ended."""
+        slots = [slot.index for slot in self.pool.slots]
+        fingerprints = {i: self._shared.launcher.fingerprint(i) for i in slots}
+        found = inherit(self._records.read(), fingerprints)
+        deadline = time.monotonic() + self._rollout.cleanup_timeout
+        for record, reason in found.rejected:
+            pids = await end_recorded(record, deadline)
+            cause = f"engine {record.slot} of an earlier serving is not taken over: {reason}"
+            self._events.emit(Kind.WARN, cause=cause, ended=pids)
+        await asyncio.to_thread(self._records.keep, found.adopted.values())
+        return found.adopted
 
     async def close(self) -> None:
         await self.pool.close()

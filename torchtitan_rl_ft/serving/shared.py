@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import aiohttp
@@ -12,6 +12,9 @@ from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.deregistration import Deregistration
+from torchtitan_rl_ft.serving.duties import Boundary, Duty
+from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.prober import Prober
@@ -41,5 +44,28 @@ class Shared:
     prober: Prober
     records: EngineRecords
     changes: Changes
+    deregistration: Deregistration
     target: Target | None = None
+    engines: Callable[[], Iterable[Engine]] = tuple
+    """The present engines of the pool."""
     clock: Callable[[], float] = time.monotonic
+
+    @property
+    def version(self) -> int:
+        """The version that is required; 0 before the first publish."""
+        return self.target.release.version if self.target is not None else 0
+
+    def boundary(self) -> Boundary:
+        """For the replacement of an engine that is lost now."""
+        return Boundary(self.rollout.refill_start, self.version)
+
+    def may_start(self, boundary: Boundary) -> bool:
+        return boundary.may_start(*self._standing(None))
+
+    def may_join(self, engine: Engine) -> bool:
+        """Whether `engine` may take the required version and requests."""
+        return engine.joins is None or engine.joins.may_join(*self._standing(engine))
+
+    def _standing(self, but: Engine | None) -> tuple[int, int, int]:
+        others = sum(e.live and e.duty is Duty.ACTIVE and e is not but for e in self.engines())
+        return self.version, others, self.rollout.min_engines

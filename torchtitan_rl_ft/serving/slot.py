@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
+from torchtitan_rl_ft.serving.duties import Boundary, Duty, Place
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
+from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.life import Life
 from torchtitan_rl_ft.serving.shared import Shared
 from torchtitan_rl_ft.serving.states import EngineState
@@ -21,17 +25,20 @@ from torchtitan_rl_ft.serving.states import EngineState
 GIVEN_UP_LOG_LINES = 4
 """Fewer than are shown of the log of serving itself, which tells this too."""
 
+ADDRESS_TRIES = 16
+
 REFUSED_EXIT_CODE = 2
 """Of a program that refuses its command line: the next start would meet the same error."""
 
 
 class Slot:
-    """Runs engine after engine until `close`, or until its start budget is spent."""
+    """Runs engine after engine until `close`, or until its start budget is spent. The first one
+    may be an adopted one."""
 
-    def __init__(self, index: int, shared: Shared) -> None:
-        self.index, self._shared = index, shared
+    def __init__(self, index: int, shared: Shared, duty: Duty = Duty.ACTIVE) -> None:
+        self.index, self._shared, self._duty = index, shared, duty
         self.name = f"engine-{index}"
-        self.starts = 0
+        self.lives = 0
         self.given_up: str | None = None
         """Why no engine will be started here again."""
         self.came_up = False
@@ -39,13 +46,20 @@ class Slot:
         self._life: Life | None = None
         self._closing = False
         self._last_log: Path | None = None
+        self._last_reason = ""
+        self._lost: Boundary | None = None
+        """The loss of the last engine; None before the first one's."""
         self._task: asyncio.Task[None] | None = None
         rollout = shared.rollout
         starts = max(1, rollout.engine_max_restarts)
         self._budget = StartBudget(starts, rollout.engine_restart_window_s)
 
-    def open(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=self.name)
+    def open(self, record: EngineRecord | None = None, *, lost: bool = False) -> None:
+        """Start an engine, or adopt the one of `record`. `lost`: there was one that an earlier
+        serving role has lost."""
+        if lost:
+            self._lost = Boundary("at_once", 0)
+        self._task = asyncio.create_task(self._run(record), name=self.name)
         self._task.add_done_callback(lambda _: self._shared.changes.notify())
 
     async def close(self) -> None:
@@ -62,6 +76,29 @@ class Slot:
     def engine(self) -> Engine | None:
         """The present one."""
         return self._life.engine if self._life is not None else None
+
+    @property
+    def duty(self) -> Duty:
+        return self._duty
+
+    def assign(self, duty: Duty) -> None:
+        """A promoted engine takes the required version at once, whatever `refill_start`."""
+        self._duty = duty
+        if self.engine is not None:
+            self.engine.duty = duty
+            self.engine.joins = None if duty is Duty.ACTIVE else self.engine.joins
+
+    @property
+    def place(self) -> Place:
+        engine = self.engine
+        lost = self._lost if self._life is None else self._life.lost or self._lost
+        return Place(
+            self.index,
+            self._duty,
+            lost=lost is not None and (engine is None or not engine.live),
+            ready=engine is not None and engine.state is EngineState.STANDBY,
+            usable=self.given_up is None,
+        )
 
     @property
     def failure(self) -> BaseException | None:
@@ -81,43 +118,54 @@ class Slot:
                 "pid": None,
                 "start_time": None,
                 "url": None,
-                "reason": self.given_up or "not started yet",
+                "reason": self.given_up or self._last_reason or "not started yet",
                 "in_flight": 0,
                 "log": None,
             }
-        return {**shown, "restarts": max(0, self.starts - 1), "given_up": self.given_up is not None}
+        return {
+            **shown,
+            "duty": str(self._duty),
+            "restarts": max(0, self.lives - 1),
+            "given_up": self.given_up is not None,
+        }
 
     # Lives ----------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        last_reason = ""
-        while True:
-            now = self._shared.clock()
-            delay_s = self._budget.delay_s(now)
-            if delay_s is None:
-                self._give_up(f"{self._spent()}; last: {last_reason}")
-                return
-            if self.starts:
-                self._shared.events.emit(
-                    Kind.RESTART,
-                    cause=last_reason,
-                    subject=self.name,
-                    attempt=self.starts + 1,
-                    delay_s=delay_s,
-                )
-            await asyncio.sleep(delay_s)
+    async def _run(self, record: EngineRecord | None) -> None:
+        if record is not None:
+            await self._live(self._adopt(record))
+        while await self._wait_for_start():
             self._budget = self._budget.started(self._shared.clock())
-            self.starts += 1
             try:
                 engine = self._start()
             except OSError as e:
-                last_reason = f"cannot be started: {e}"
+                self._last_reason = f"cannot be started: {e}"
                 continue
-            last_reason = await self._live(engine)
+            await self._live(engine)
             refused = engine.process.returncode == REFUSED_EXIT_CODE
             if refused and not engine.up.is_set():
                 self._give_up("refused its command line (rollout.engine_args)")
                 return
+
+    async def _wait_for_start(self) -> bool:
+        """Until the next engine may start; False when none may any more."""
+        shared, lost = self._shared, self._lost
+        if lost is not None:
+            await shared.changes.wait_until(lambda: shared.may_start(lost), math.inf)
+        delay_s = self._budget.delay_s(shared.clock())
+        if delay_s is None:
+            self._give_up(f"{self._spent()}; last: {self._last_reason}")
+            return False
+        if self._last_reason:
+            shared.events.emit(
+                Kind.RESTART,
+                cause=self._last_reason,
+                subject=self.name,
+                attempt=self.lives + 1,
+                delay_s=delay_s,
+            )
+        await asyncio.sleep(delay_s)
+        return True
 
     def _spent(self) -> str:
         rollout = self._shared.rollout
@@ -134,12 +182,17 @@ class Slot:
         self._shared.events.emit(Kind.FAULT, cause=self.given_up, subject=self.name)
         self._shared.changes.notify()
 
+    def _adopt(self, record: EngineRecord) -> Engine:
+        process = EngineProcess.adopt(record)
+        self._last_log = process.main.log
+        return self._engine(process)
+
     def _start(self) -> Engine:
         """Raises OSError."""
         shared = self._shared
         attempt = next_attempt(shared.folder, self.name)
         log = self._last_log = shared.folder.log_file(self.name, attempt)
-        launch = shared.launcher.prepare(self.index)
+        launch = self._launch()
         process = EngineProcess.start(launch, shared.launcher.fingerprint(self.index), log)
         shared.events.emit(
             Kind.SPAWN,
@@ -149,18 +202,32 @@ class Slot:
             start_time=process.id.start_time,
             log=str(log),
         )
-        client = EngineClient(shared.http, launch.url, self.name)
-        return Engine(self.index, process, client, shared.events, shared.changes)
+        return self._engine(process)
 
-    async def _live(self, engine: Engine) -> str:
-        """Until the engine is retired; returns why."""
-        self._life = Life(engine, self._shared)
+    def _launch(self) -> Launch:
+        """At an address that nobody takes for a retired engine's. Raises OSError."""
+        for _ in range(ADDRESS_TRIES):
+            launch = self._shared.launcher.prepare(self.index)
+            if launch.url not in self._shared.deregistration.pending_urls:
+                return launch
+        raise OSError("all free ports are still registered for retired engines")
+
+    def _engine(self, process: EngineProcess) -> Engine:
+        client = EngineClient(self._shared.http, process.url, self.name)
+        engine = Engine(self.index, process, client, self._shared.events, self._shared.changes)
+        engine.duty, engine.joins = self._duty, self._lost
+        return engine
+
+    async def _live(self, engine: Engine) -> None:
+        """Until the engine is retired."""
+        self.lives += 1
+        life = self._life = Life(engine, self._shared)
         self._shared.changes.notify()
         try:
-            return await self._life.run()
+            self._last_reason = await life.run()
         finally:
             self.came_up = self.came_up or engine.up.is_set()
-            self._life = None
+            self._life, self._lost = None, life.lost
             self._shared.changes.notify()
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.serving.engine import Engine
@@ -33,39 +34,55 @@ class Retire(Exception):
     """This engine has to go; the message says why."""
 
 
-async def install(engine: Engine, target: Target, shared: Shared) -> None:
+async def update(engine: Engine, target: Target, shared: Shared) -> None:
     """Have `engine` serve `target`, or leave it STALE when another target was set meanwhile.
     Raises Retire when it cannot be brought there."""
-    release = target.release
+    release, installer = target.release, shared.installer
     if engine.state is not EngineState.STALE:
         engine.move(EngineState.STALE, f"version {release.version} is required")
+    if engine.unproved:
+        engine.unproved = False
+        work = installer.prove(engine.client, release, target.proof)
+        if (problem := await _attempt(engine, target, shared, work)) is None:
+            return
+        cause = f"the adopted engine has to install version {release.version}: {problem}"
+        shared.events.emit(Kind.WARN, cause=cause, subject=engine.name)
     reason = ""
     for attempt in range(1, INSTALL_TRIES + 1):
-        async with quiet(engine, shared.rollout.install_timeout_s):
-            engine.move(EngineState.INSTALLING, f"version {release.version}")
-            digest_before, engine.digest = engine.digest, None
-            try:
-                took = await shared.installer.install(
-                    engine.client, release, target.proof, digest_before
-                )
-            except INSTALL_ERRORS as e:
-                reason = f"version {release.version} not installed: {e}"
-                shared.events.emit(
-                    Kind.FAULT,
-                    cause=reason,
-                    version=release.version,
-                    subject=engine.name,
-                    attempt=attempt,
-                )
-                engine.version = None
-                engine.move(EngineState.STALE, reason)
-            else:
-                _announce(engine, target, took, shared)
-                return
+        digest_before, engine.digest = engine.digest, None
+        work = installer.install(engine.client, release, target.proof, digest_before)
+        if (problem := await _attempt(engine, target, shared, work)) is None:
+            return
+        reason = f"version {release.version} not installed: {problem}"
+        shared.events.emit(
+            Kind.FAULT,
+            cause=reason,
+            version=release.version,
+            subject=engine.name,
+            attempt=attempt,
+        )
         if shared.target is not target:
             return  # superseded meanwhile
         await asyncio.sleep(INSTALL_RETRY_DELAY_S)
     raise Retire(reason)
+
+
+async def _attempt(
+    engine: Engine, target: Target, shared: Shared, work: Coroutine[Any, Any, Installed]
+) -> str | None:
+    """Why the engine does not serve `target` after `work`, or None. Raises Retire."""
+    version = target.release.version
+    with contextlib.closing(work):
+        async with quiet(engine, shared.rollout.install_timeout_s):
+            engine.move(EngineState.INSTALLING, f"version {version}")
+            try:
+                took = await work
+            except INSTALL_ERRORS as e:
+                engine.version = None
+                engine.move(EngineState.STALE, f"version {version} not installed: {e}")
+                return str(e)
+            _announce(engine, target, took, shared)
+            return None
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,8 @@ class WeightTarget(Protocol):
 
     async def resume(self, timeout_s: float) -> None: ...
 
+    async def abort_all(self, timeout_s: float) -> None: ...
+
     async def load(self, path: str, version: int, flush_cache: bool, timeout_s: float) -> None: ...
 
     async def held_version(self, timeout_s: float) -> int | None: ...
@@ -81,13 +83,47 @@ class Installer:
         flush = self._pause_mode != "in_place"
         await engine.load(str(path), release.version, flush, left_s())
         loaded = self._clock()
-        held = await engine.held_version(left_s())
-        if held != release.version:
-            raise InstallFailed(f"the engine reports version {held}, not {release.version}")
-        problem = proof.problem(await engine.checksums(left_s()), before, digest_before)
-        if problem is not None:
-            raise InstallFailed(problem)
+        await _prove(engine, release, proof, before, digest_before, left_s)
         proved = self._clock()
         await engine.resume(left_s())
         done = self._clock()
         return Installed(fetched - start, loaded - paused, proved - loaded, done - fetched)
+
+    async def prove(self, engine: WeightTarget, release: Release, proof: Proof) -> Installed:
+        """Have an engine of unknown past show that it holds `release` already, and resume: its
+        caller may have died in the middle of an update. Requests of that caller are ended.
+
+        Raises as `install`, also when nothing is known to compare its checksums with.
+        """
+        start = self._clock()
+
+        def left_s() -> float:
+            return max(0.001, start + self._timeout_s - self._clock())
+
+        await engine.abort_all(left_s())
+        # `abort` would wait for requests to end, which a paused engine cannot do.
+        await engine.pause("retract", left_s())
+        paused = self._clock()
+        if not proof.settled:
+            raise InstallFailed("no engine has shown yet what the release looks like")
+        await _prove(engine, release, proof, [], None, left_s)
+        proved = self._clock()
+        await engine.resume(left_s())
+        return Installed(0.0, 0.0, proved - paused, self._clock() - start)
+
+
+async def _prove(
+    engine: WeightTarget,
+    release: Release,
+    proof: Proof,
+    before: Checksums,
+    digest_before: str | None,
+    left_s: Callable[[], float],
+) -> None:
+    """Raises InstallFailed."""
+    held = await engine.held_version(left_s())
+    if held != release.version:
+        raise InstallFailed(f"the engine reports version {held}, not {release.version}")
+    problem = proof.problem(await engine.checksums(left_s()), before, digest_before)
+    if problem is not None:
+        raise InstallFailed(problem)

@@ -57,6 +57,11 @@ class Proof:
     def kind(self) -> str:
         return "exact" if self._exact is not None else "witness"
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what an engine has to show."""
+        return self._exact is not None or self._witness is not None
+
     def problem(self, shown: Checksums, before: Checksums, digest_before: str | None) -> str | None:
         """Why the engine may not serve, or None.
 
