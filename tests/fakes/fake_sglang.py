@@ -6,8 +6,11 @@ server goes on answering /health and nothing else, as the real one does.
 
 Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG_FAULTS (JSON):
 
-    slow_probe=S      /health_generate takes S seconds more
-    probe_status=N    /health_generate answers N at once
+    slow_probe=S      a probe takes S seconds more
+    probe_status=N    a probe is answered N at once
+    probe_hang        a probe is never answered
+    probe_id=ID       a probe gets the answer of another request
+    prefill_s=S       the worker computes for S seconds before the first token of each answer
     token_s=S         seconds per generated token
     child_dead        the worker is killed, now
     freeze            the worker is stopped, now
@@ -97,6 +100,7 @@ class FakeEngine:
         self.idle.set()
         self.samples: dict[str, asyncio.Event] = {}  # set: aborted
         self.requests = 0
+        self.prefilled = 0
         self.calls: list[tuple[float, str]] = []
         self.worker = Worker(bool(faults.get("orphan")))
         self.cached = self.weights_hash()
@@ -121,6 +125,8 @@ class FakeEngine:
                 await stream.open()
                 return await stream.refuse(str(e))
             return web.json_response({"error": {"message": str(e)}}, status=400)
+        if str(body.get("rid", "")).startswith("probe-"):
+            return await self.probe(body["rid"])
         self.requests += 1
         every = self.faults.get("drop_task")
         if every and self.requests % every == 0:
@@ -213,6 +219,8 @@ class FakeEngine:
             if aborted.is_set():
                 finish = ABORTED
                 break
+            if not output.ids:
+                await self._prefill(prompt)
             token, logprob = await self._next(prompt + output.ids, seed, parameters, stops)
             output.add(token, logprob, self.version)
             if token in stops and not parameters.get("ignore_eos"):
@@ -224,6 +232,12 @@ class FakeEngine:
         if tell is not None:
             await tell(message)
         return message
+
+    async def _prefill(self, prompt: list[int]) -> None:
+        """Read the prompt: the worker does nothing else meanwhile."""
+        if compute_s := self.faults.get("prefill_s"):
+            await self.worker.word("prefill", compute_s=compute_s)
+        self.prefilled += len(prompt)
 
     async def _next(
         self, context: list[int], seed: int, parameters: dict[str, Any], stops: set[int]
@@ -263,6 +277,31 @@ class FakeEngine:
                 await self.worker.word("probe")
                 return web.Response()
         return web.Response(status=503)
+
+    async def probe(self, rid: str) -> web.Response:
+        """A generate request of one token, as the service under test asks for."""
+        self.calls.append((time.monotonic(), "probe"))
+        if status := self.faults.get("probe_status"):
+            return web.json_response({"error": {"message": "no probe"}}, status=status)
+        if self.faults.get("probe_hang"):
+            await asyncio.Event().wait()
+        await asyncio.sleep(self.faults.get("slow_probe", 0))
+        await self.go.wait()
+        await self.worker.word("probe")
+        self.prefilled += 1
+        meta = {"id": self.faults.get("probe_id", rid), "finish_reason": {"type": "length"}}
+        self.calls.append((time.monotonic(), "probe answered"))
+        return web.json_response({"text": "8", "output_ids": [11], "meta_info": meta})
+
+    async def loads(self, request: web.Request) -> web.Response:
+        """What the worker published last."""
+        rank = {
+            "timestamp": self.worker.published_s,
+            "total_prefill_uncached_tokens": self.prefilled,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": 0,
+        }
+        return web.json_response({"loads": [rank]})
 
     async def model_info(self, request: web.Request) -> web.Response:
         info = {
@@ -385,6 +424,7 @@ class FakeEngine:
         app.router.add_get("/health", self.health)
         app.router.add_get("/health_generate", self.health_generate)
         app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/v1/loads", self.loads)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort_request)
         app.router.add_post("/pause_generation", self.pause)

@@ -8,13 +8,17 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from typing import Any
 
 WORKER = """
-import hashlib, json, sys
+import hashlib, json, sys, time
 for line in sys.stdin:
     asked = json.loads(line)
+    end = time.monotonic() + asked["compute_s"]
+    while time.monotonic() < end:
+        pass
     text = json.dumps(asked["key"])
     word = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     print(json.dumps({"id": asked["id"], "word": word}), flush=True)
@@ -37,6 +41,7 @@ class Worker:
             start_new_session=outlives_parent,
         )
         self._waiting: dict[str, asyncio.Future[int]] = {}
+        self.published_s = time.time()  # as the scheduler's load figures: after each pass
 
     async def open(self) -> None:
         assert self._process.stdout is not None
@@ -52,15 +57,18 @@ class Worker:
             if future := self._waiting.pop(answer["id"], None):
                 future.set_result(answer["word"])
 
-    async def word(self, *key: Any) -> int:
+    async def word(self, *key: Any, compute_s: float = 0.0) -> int:
         """A number that depends on `key`; never, when the worker is dead or stopped."""
         assert self._process.stdin is not None
         task = uuid.uuid4().hex
         self._waiting[task] = asyncio.get_running_loop().create_future()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps({"id": task, "key": key}).encode() + b"\n")
+            asked = {"id": task, "key": key, "compute_s": compute_s}
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             self._process.stdin.flush()
-        return await self._waiting[task]
+        word = await self._waiting[task]
+        self.published_s = time.time()
+        return word
 
     def send(self, signum: signal.Signals) -> None:
         self._process.send_signal(signum)

@@ -309,7 +309,7 @@ async def test_no_probe_before_the_first_wait_or_beside_an_install(
         await pool.publish(0)
         began = time.monotonic()
         await asyncio.sleep(2.8)
-        probes = [at for at, path in await pool.calls(0) if path == "/health_generate"]
+        probes = [at for at, path in await pool.calls(0) if path == "probe"]
         assert probes
         assert probes[0] - began >= 1.9
         for step in range(1, 8):

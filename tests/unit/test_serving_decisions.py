@@ -1,4 +1,4 @@
-"""Pure decisions of serving: health verdicts, start budget, choice of an engine, answers."""
+"""Pure decisions of serving: start budget, choice of an engine, answers."""
 
 from __future__ import annotations
 
@@ -12,57 +12,6 @@ from hypothesis import strategies as st
 from torchtitan_rl_ft.serving.budget import LONGEST_DELAY_S, StartBudget
 from torchtitan_rl_ft.serving.router import choose
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, parse_samples
-from torchtitan_rl_ft.serving.states import EngineState
-from torchtitan_rl_ft.serving.verdict import Health, Observation, ProbeLimits, judge
-
-LIMITS = ProbeLimits(first_wait_s=10, interval_s=5, timeout_s=2)
-S = EngineState
-
-
-def seen(state: EngineState = S.SERVING, **fields: Any) -> Observation:
-    defaults = {"watched_s": 100.0, "progress_s": 50.0, "failures": 0, "probe": None}
-    return Observation(state=state, **{**defaults, **fields})
-
-
-@pytest.mark.row("B8")
-@pytest.mark.parametrize(
-    ("observation", "asked", "health"),
-    [
-        # Not judged: other states have limits of their own.
-        (seen(S.STARTING), True, Health.UNWATCHED),
-        (seen(S.STALE), True, Health.UNWATCHED),
-        (seen(S.INSTALLING), True, Health.UNWATCHED),
-        (seen(S.PAUSED), True, Health.UNWATCHED),
-        (seen(S.INSTALLING, probe="no answer"), False, Health.UNWATCHED),
-        # First wait: only when asked.
-        (seen(watched_s=9.9), False, Health.UNWATCHED),
-        (seen(watched_s=9.9), True, Health.PROBE),
-        # First stage: token progress.
-        (seen(progress_s=4.9), False, Health.ALIVE),
-        (seen(progress_s=5.1), False, Health.PROBE),
-        (seen(S.SUSPECT, progress_s=0.1), False, Health.PROBE),
-        # Second stage: the probe.
-        (seen(probe=""), False, Health.ALIVE),
-        (seen(probe="", failures=1), False, Health.ALIVE),
-        (seen(probe="no answer"), False, Health.DOUBTFUL),
-        (seen(probe="no answer", failures=1), False, Health.DEAD),
-        (seen(S.SUSPECT, probe="no answer", failures=1), False, Health.DEAD),
-        (seen(probe="status 404", failures=1), False, Health.DEAD),
-        # Answers that finish outweigh a probe that fails.
-        (seen(probe="no answer", failures=1, progress_s=1.9, doubt_s=2.0), False, Health.ALIVE),
-        (seen(probe="no answer", failures=1, progress_s=2.1, doubt_s=2.0), False, Health.DEAD),
-        (seen(probe="refused", progress_s=0.1, doubt_s=0.01), False, Health.DOUBTFUL),
-    ],
-)
-def test_verdicts(observation: Observation, asked: bool, health: Health) -> None:
-    verdict, reason = judge(observation, LIMITS, asked=asked)
-    assert verdict is health
-    assert reason
-
-
-def test_a_verdict_names_what_it_saw() -> None:
-    assert judge(seen(probe="status 503", failures=1), LIMITS)[1] == "2 probes failed: status 503"
-
 
 # Budget -----------------------------------------------------------------------------------------
 

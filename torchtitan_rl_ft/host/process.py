@@ -92,21 +92,36 @@ class Adopted:
         await wait_gone(self.id)
 
 
-async def wait_gone(target: ProcessId) -> None:
-    """Until a process, which need not be a child, has ended. No polling."""
+async def wait_gone(target: ProcessId) -> int | None:
+    """Until a process, which need not be a child, has ended. No polling. Returns its return code
+    when that can be told: not of a process whose parent was faster, or of another user."""
     try:
         fd = os.pidfd_open(target.pid)
     except ProcessLookupError:
-        return
+        return None
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     loop.add_reader(fd, lambda: gone.done() or gone.set_result(None))
     try:
         if target.alive():  # else: the pid was someone else's already
             await gone
+            return zombie_returncode(target.pid)
+        return None
     finally:
         loop.remove_reader(fd)
         os.close(fd)
+
+
+def zombie_returncode(pid: int) -> int | None:
+    """How a process ended that its parent has not collected yet: proc(5), `exit_code` in
+    /proc/<pid>/stat. The kernel shows 0 when we may not know, so 0 counts as unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()
+    status = int(fields[49])
+    return os.waitstatus_to_exitcode(status) if fields[0] == "Z" and status else None
 
 
 def spawn(

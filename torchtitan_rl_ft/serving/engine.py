@@ -17,14 +17,13 @@ from torchtitan_rl_ft.serving.states import EngineState, StateMachine
 
 
 @dataclass
-class ProbeHistory:
-    """What is known of an engine's health."""
+class HealthHistory:
+    """When an engine showed what."""
 
-    progress_mono_s: float  # last proof that tokens come
+    progress_mono_s: float  # last token, or answered probe
     watched_mono_s: float  # start, or last resume: first_wait counts from here
-    failures: int = 0  # failed probes in a row
-    probed_mono_s: float = float("-inf")  # begin of the last probe
-    doubted_mono_s: float = float("-inf")  # begin of the first of the failed ones
+    moved_mono_s: float  # last change of state
+    checked_mono_s: float = float("-inf")  # end of the last check
 
 
 class Engine:
@@ -55,10 +54,17 @@ class Engine:
         self.up = asyncio.Event()
         self.gone = asyncio.Event()
         self.quiet = asyncio.Lock()
-        """Held by an install and by a probe: neither runs beside the other."""
-        self.probe_asked = asyncio.Event()
+        """Held by an install and by a check: neither runs beside the other."""
+        self.condemned = ""
+        """Why it has to go, once it was found dead; never taken back."""
+        self.checking: asyncio.Task[Any] | None = None
+        """The check in work, or the last one (`Prober`)."""
+        self.attention = asyncio.Event()
+        """Something happened that the watch should look at."""
+        self.progressed = asyncio.Event()
+        """A token came; cleared by a check."""
         now = clock()
-        self.history = ProbeHistory(now, now)
+        self.history = HealthHistory(now, now, now)
 
     @property
     def state(self) -> EngineState:
@@ -82,24 +88,40 @@ class Engine:
 
     def move(self, new: EngineState, reason: str) -> None:
         self._machine.transition(new, reason, version=self.version)
-        if new is EngineState.SERVING:
-            self.history = ProbeHistory(self._clock(), self._clock())
+        now = self.history.moved_mono_s = self._clock()
+        if new in (EngineState.SERVING, EngineState.STANDBY):
+            self.history.progress_mono_s = self.history.watched_mono_s = now
+        self.attention.set()
         if new is EngineState.RETIRED:
             self.gone.set()
         self._changes.notify()
 
     def suspect(self, reason: str) -> None:
-        """No more requests, and a probe at once, until it is cleared."""
-        if self.state is EngineState.SERVING:
+        """No more requests, and a check at once, until it is cleared."""
+        if self.state in (EngineState.SERVING, EngineState.STANDBY):
             self.move(EngineState.SUSPECT, reason)
-        self.probe_asked.set()
+        self.attention.set()
 
     def clear_suspicion(self, reason: str) -> None:
+        """Return to the state that suspicion interrupted; it is no resume."""
         self._machine.clear_suspicion(reason)
+        self.history.moved_mono_s = self._clock()
         self._changes.notify()
 
+    def condemn(self, reason: str) -> bool:
+        """Have it retired; False when that was decided before."""
+        if self.condemned:
+            return False
+        self.condemned = reason
+        self.attention.set()
+        return True
+
     def made_progress(self) -> None:
-        """A finished answer is proof of life."""
+        """A token, or a finished answer, of any request is proof of life."""
+        self.history.progress_mono_s = self._clock()
+        self.progressed.set()
+
+    def answered_probe(self) -> None:
         self.history.progress_mono_s = self._clock()
 
     def begin(self, samples: int) -> None:

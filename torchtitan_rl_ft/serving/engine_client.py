@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Sample, parse_samples
+
+PROBE_PREFIX = "probe-"
+"""Of the ids of our probes."""
 
 
 class EngineUnreachable(Exception):
@@ -66,8 +70,31 @@ class EngineClient:
         return parse_samples(answer, n, self.name)
 
     async def probe(self, timeout_s: float) -> None:
-        """Let the engine generate one token: fails while it is paused. A good answer takes 1 s."""
-        await self._bytes("GET", "/health_generate", None, timeout_s)
+        """Let the engine generate one token; a healthy idle one takes some 10 ms, a paused one
+        does not answer. SGLang's own /health_generate takes a second and is content with any
+        message of the scheduler; this answer is matched to its question."""
+        rid = PROBE_PREFIX + uuid.uuid4().hex
+        body = {
+            "rid": rid,
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "log_metrics": False,
+        }
+        answer = await self._json("POST", "/generate", body, timeout_s=timeout_s)
+        found = answer.get("meta_info", {}).get("id") if isinstance(answer, dict) else None
+        if found != rid:
+            raise AnswerInvalid(f"{self.name}: probe {rid} got the answer of {found}")
+
+    async def load_figures(self, timeout_s: float) -> tuple[float, int]:
+        """What the scheduler published last, without asking it: Unix time of the figures (of the
+        rank that published least lately), and prompt tokens read since the start."""
+        answer = await self._json("GET", "/v1/loads?include=core", timeout_s=timeout_s)
+        try:
+            loads = answer["loads"]
+            published_s = min(float(rank["timestamp"]) for rank in loads)
+            return published_s, sum(int(rank["total_prefill_uncached_tokens"]) for rank in loads)
+        except (KeyError, TypeError, ValueError) as e:
+            raise AnswerInvalid(f"{self.name}: load figures not understood: {e}") from e
 
     # Weights ------------------------------------------------------------------------------
 

@@ -25,6 +25,23 @@ which takes the others with it."""
 WORKER_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers give themselves such titles."""
 
+SCHEDULER_PREFIX = "sglang::scheduler"
+
+
+@dataclass(frozen=True)
+class WorkerGone:
+    """One of SGLang's own processes has ended, the server process is up."""
+
+    title: str
+    pid: int
+    returncode: int | None
+
+    def __str__(self) -> str:
+        how = f"{self.title} (pid {self.pid}) ended"
+        if self.returncode is not None:
+            how += f" ({process.describe(self.returncode)})"
+        return f"{how}, the server process is up"
+
 
 @dataclass
 class EngineProcess:
@@ -102,22 +119,46 @@ class EngineProcess:
         for member in self.members:
             self.shared_memory |= mapped_shared_memory(member.pid)
 
-    async def worker_gone(self) -> str:
-        """Wait until one of SGLang's own processes ends; returns which. The server outlives its
-        scheduler by seconds, answering nothing. Called when the engine is up."""
+    async def worker_gone(self) -> WorkerGone:
+        """Wait until one of SGLang's own processes ends while the main one is up. The server
+        outlives its scheduler by seconds, answering nothing. Called when the engine is up."""
         below = [p for root in self.processes for p in process.descendants(root.id)]
         workers = [p for p in below if _title(p).startswith(WORKER_PREFIX)]
-        titles = {
-            asyncio.create_task(process.wait_gone(p)): f"{_title(p)} (pid {p.pid})" for p in workers
+        ends = {
+            asyncio.create_task(process.wait_gone(p)): (p, _title(p).split()[0]) for p in workers
         }
-        if not titles:  # another kind of engine: nothing to see beyond its main process
-            await asyncio.Event().wait()
         try:
-            done, _ = await asyncio.wait(titles, return_when=asyncio.FIRST_COMPLETED)
-            return f"{titles[done.pop()]} ended, the server process is up"
+            if ends:  # else another kind of engine: nothing to see beyond its main process
+                done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if all(p.id.alive() for p in self.processes):
+                    (worker, title), returncode = ends[end := done.pop()], end.result()
+                    return WorkerGone(title, worker.pid, returncode)
+            await asyncio.Event().wait()  # the main process is gone too: its exit is the news
+            raise AssertionError("unreachable")
         finally:
-            for task in titles:
+            for task in ends:
                 task.cancel()
+
+    def scheduler_cpu_s(self) -> float | None:
+        """CPU time that the schedulers have used, all together; None when none is found."""
+        used_s = []
+        for member in self.members:
+            if _title(member).startswith(SCHEDULER_PREFIX):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = psutil.Process(member.pid).cpu_times()
+                    used_s.append(times.user + times.system)
+        return sum(used_s) if used_s else None
+
+    def stopped(self) -> list[str]:
+        """Processes that a signal has stopped."""
+        found = []
+        for member in sorted(self.members, key=lambda m: m.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if psutil.Process(member.pid).status() == psutil.STATUS_STOPPED:
+                    title = _title(member)
+                    name = title.split()[0] if title.startswith(WORKER_PREFIX) else "its server"
+                    found.append(f"{name} (pid {member.pid})")
+        return found
 
     async def end(self, deadline_mono_s: float) -> list[ProcessId]:
         """Kill the whole tree and remove its files; returns processes that survived."""

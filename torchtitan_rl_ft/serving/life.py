@@ -12,6 +12,7 @@ from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
+from torchtitan_rl_ft.serving.engine_process import WorkerGone
 from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.shared import Shared
 from torchtitan_rl_ft.serving.states import EngineState
@@ -30,6 +31,7 @@ class Life:
         """The end is wanted: no fault."""
         self.lost: Boundary | None = None
         """What its replacement has to wait for, once it is retired."""
+        self._worker: WorkerGone | None = None
 
     async def run(self) -> str:
         """Why the engine was retired. A process exit is noticed at once."""
@@ -61,9 +63,9 @@ class Life:
     async def _watch_workers(self) -> str:
         """The reason when a part of the engine is gone while its main process is up."""
         await self.engine.up.wait()
-        reason = await self.engine.process.worker_gone()
-        self._shared.events.emit(Kind.FAULT, cause=reason, subject=self.engine.name)
-        return reason
+        gone = self._worker = await self.engine.process.worker_gone()
+        self._shared.events.emit(Kind.FAULT, cause=str(gone), subject=self.engine.name)
+        return str(gone)
 
     # Up and current -------------------------------------------------------------------------
 
@@ -105,23 +107,19 @@ class Life:
         )
 
     async def _come_up(self) -> None:
-        """Raises Retire at the start limit; an exit is noticed elsewhere."""
+        """Its limit is the prober's; an exit is noticed elsewhere."""
         engine, shared = self.engine, self._shared
         await self._record()
-        limit_s = shared.rollout.engine_start_timeout_s
         adopted = engine.process.adopted
         began = shared.clock() if adopted else engine.process.main.started_mono_s
-        end = shared.clock() + limit_s
         observed = 0.0
         while True:
             now = shared.clock()
-            if now >= end:
-                raise Retire(f"did not come up within {limit_s:g} s (engine_start_timeout_s)")
             if now - observed >= OBSERVE_S:
                 observed = now
                 await asyncio.to_thread(engine.process.observe)
             try:
-                await engine.client.model_info(timeout_s=max(0.1, min(2.0, end - now)))
+                await engine.client.model_info(timeout_s=2.0)
             except (EngineUnreachable, EngineRefused, AnswerInvalid):
                 await asyncio.sleep(READY_POLL_S)
                 continue
@@ -149,9 +147,11 @@ class Life:
         engine.move(EngineState.RETIRED, reason)
         engine.client.fence()
         await shared.deregistration.forget(engine)
+        # How it ended by itself; what is still running is killed next, which is no news.
+        code = self._worker.returncode if self._worker else engine.process.returncode
         left = await engine.process.end(shared.clock() + shared.rollout.cleanup_timeout)
         await asyncio.to_thread(shared.records.remove, engine.slot)
-        main, code = engine.process.main, engine.process.returncode
+        main = engine.process.main
         fault = not self.ending
         shared.events.emit(
             Kind.EXIT,
@@ -159,6 +159,7 @@ class Life:
             cause=reason,
             subject=engine.name,
             pid=main.pid,
+            process=self._worker.title if self._worker else "server",
             returncode=code,
             signal=-code if code is not None and code < 0 else None,
             uptime_s=round(shared.clock() - main.started_mono_s, 3),

@@ -14,6 +14,7 @@ from torchtitan_rl_ft.serving.engine_records import EngineRecord
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
+from torchtitan_rl_ft.serving.verdict import Health
 
 
 class PoolFailed(Exception):
@@ -85,6 +86,23 @@ class EnginePool:
 
     def serving(self, version: int) -> list[Engine]:
         return [e for e in self.engines if e.serves(version)]
+
+    async def check(self, timeout_s: float) -> tuple[int, list[int]]:
+        """Probe every engine that serves, now and all at once, whatever the waits. Returns how
+        many, and the slots of those that were found dead: they are out of routing by then. An
+        engine without a verdict within `timeout_s` stays under its check."""
+        engines = [e for e in self.engines if e.state in (EngineState.SERVING, EngineState.SUSPECT)]
+        if engines:
+            tasks = [asyncio.create_task(self._verdict(e)) for e in engines]
+            _, late = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in late:
+                task.cancel()  # the waiting, not the check
+        return len(engines), sorted(e.slot for e in engines if e.gone.is_set())
+
+    async def _verdict(self, engine: Engine) -> None:
+        verdict = await self._shared.prober.check(engine)
+        if verdict.health is Health.DEAD:
+            await engine.gone.wait()
 
     def all_current(self, version: int) -> bool:
         """Every engine that is up and meant to serve `version` does, and there is one. Engines

@@ -1,95 +1,197 @@
-"""Asks engines whether they are alive and acts on the verdict."""
+"""Looks after engines: tokens first, then probes, and acts on the verdict."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.states import EngineState
+from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineTimeout, EngineUnreachable
+from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.verdict import (
     PROBED,
+    Figures,
     Health,
+    Limits,
     Observation,
-    ProbeLimits,
+    Verdict,
+    computes,
+    conclude,
     judge,
 )
 
-SUSPECT_DELAY_S = 1.0
-"""From one probe of a suspect to the next: a blip is not counted twice."""
+REFUSED_DELAY_S = 5.0
+"""A probe that is refused is repeated no later: silence needs patience, a refusal does not."""
 
-SHORTEST_PROBE_S = 1.5
+FIGURES_LIMIT_S = 0.5
+"""For an engine's own figures, beside a check and once at its end."""
 
 
 class Prober:
-    """Watches one engine for its whole life; `watch` returns the reason when it is dead."""
+    """One check of an engine at a time, whoever asks; one way in which it dies (`condemn`)."""
 
     def __init__(
         self,
-        limits: ProbeLimits,
+        limits: Limits,
         events: EventSink,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits, self._events, self._clock = limits, events, clock
 
     async def watch(self, engine: Engine) -> str:
-        while True:
-            asked = await self._pause(engine)
-            health, reason = judge(self._observe(engine, None), self._limits, asked=asked)
-            if health is Health.PROBE:
-                health, reason = await self._probe(engine)
-            if health is Health.DEAD:
-                self._events.emit(Kind.FAULT, cause=reason, subject=engine.name)
-                return reason
-            if health is Health.DOUBTFUL:
-                engine.suspect(reason)
-            elif health is Health.ALIVE and engine.state is EngineState.SUSPECT:
-                engine.clear_suspicion(reason)
-
-    async def _pause(self, engine: Engine) -> bool:
-        """Until the next look is due, or somebody asks for it. A suspect is asked soon."""
-        if engine.state is EngineState.SUSPECT:
-            since_s = self._clock() - engine.history.probed_mono_s
-            await asyncio.sleep(max(0.0, SUSPECT_DELAY_S - since_s))
-            return True
+        """Until the engine is found dead, by this watch or by another check; returns why."""
         try:
-            async with asyncio.timeout(self._limits.interval_s):
-                await engine.probe_asked.wait()
-        except TimeoutError:
-            return False
-        engine.probe_asked.clear()
-        return True
+            while not engine.condemned:
+                engine.attention.clear()
+                verdict = judge(self._observe(engine), self._limits)
+                if verdict.health is Health.DEAD:
+                    self._condemn(engine, verdict.reason)
+                elif verdict.health is Health.CHECK:
+                    await self.check(engine)
+                else:
+                    await _wait_for(engine.attention.wait(), verdict.again_s)
+            return engine.condemned
+        finally:
+            if engine.checking is not None:
+                engine.checking.cancel()
 
-    async def _probe(self, engine: Engine) -> tuple[Health, str]:
+    async def check(self, engine: Engine) -> Verdict:
+        """Whether the engine lives, now, whatever the waits. Checks asked for at the same time
+        are one check."""
+        if engine.checking is None or engine.checking.done():
+            engine.checking = asyncio.create_task(self._check(engine))
+        checking = engine.checking
+        await asyncio.wait({checking})
+        if checking.cancelled():
+            return Verdict(Health.UNWATCHED, "was retired meanwhile")
+        return checking.result()
+
+    async def _check(self, engine: Engine) -> Verdict:
+        """The lock makes it a barrier: an install waits for the end of this, and this for the
+        end of an install. While it is held nobody pauses the engine, so that the verdict holds
+        although a newer version may have been required meanwhile (STALE)."""
         async with engine.quiet:
-            if engine.state not in PROBED:  # an install was first
-                return Health.UNWATCHED, f"{engine.state} meanwhile"
-            fault = ""
-            history = engine.history
-            history.probed_mono_s = self._clock()
-            if not history.failures:
-                history.doubted_mono_s = history.probed_mono_s
-            limit_s = self._limits.timeout_s
-            if history.failures:
-                # It had the whole time once; a healthy answer takes 1 s.
-                limit_s = min(limit_s, max(SHORTEST_PROBE_S, limit_s / 2))
-            try:
-                await engine.client.probe(limit_s)
-            except Exception as e:  # whatever is wrong with an answer, it is no sign of life
-                fault = str(e) or type(e).__name__
-            verdict = judge(self._observe(engine, fault), self._limits)
-            history.failures = 0 if verdict[0] is Health.ALIVE else history.failures + 1
+            if engine.state not in PROBED or engine.condemned:
+                return Verdict(Health.UNWATCHED, f"{engine.state} engines are not probed")
+            verdict = await _Check(engine, self._limits, self._clock).run()
+            engine.history.checked_mono_s = self._clock()
+            if verdict.health is Health.ALIVE:
+                engine.clear_suspicion(verdict.reason)
+            elif verdict.health is Health.DEAD:
+                self._condemn(engine, verdict.reason)
             return verdict
 
-    def _observe(self, engine: Engine, probe: str | None) -> Observation:
+    def _condemn(self, engine: Engine, reason: str) -> None:
+        if engine.condemn(reason):
+            self._events.emit(Kind.FAULT, cause=reason, subject=engine.name)
+
+    def _observe(self, engine: Engine) -> Observation:
         now, history = self._clock(), engine.history
         return Observation(
             state=engine.state,
+            in_state_s=now - history.moved_mono_s,
             watched_s=now - history.watched_mono_s,
             progress_s=now - history.progress_mono_s,
-            failures=history.failures,
-            probe=probe,
-            doubt_s=now - history.doubted_mono_s,
+            checked_s=now - history.checked_mono_s,
         )
+
+
+class _Check:
+    """Probes that start one after the other and share one deadline."""
+
+    def __init__(self, engine: Engine, limits: Limits, clock: Callable[[], float]) -> None:
+        self._engine, self._limits, self._clock = engine, limits, clock
+        self._began = clock()
+        self._probes: list[asyncio.Task[None]] = []
+        self._before: Figures | None = None
+        self._before_mono_s = self._began
+
+    async def run(self) -> Verdict:
+        self._engine.progressed.clear()
+        progress = asyncio.create_task(self._engine.progressed.wait())
+        figures = asyncio.create_task(self._first_figures())
+        try:
+            for number in range(1, self._limits.failures + 1):
+                until = self._began + number * self._limits.share_s
+                if number == self._limits.failures:
+                    until = self._began + self._limits.timeout_s
+                if (sign := await self._probe(progress, until)) is not None:
+                    return Verdict(Health.ALIVE, sign)
+                self._engine.suspect(self._failures()[-1])
+            return await self._conclude()
+        finally:
+            for task in (progress, figures, *self._probes):
+                task.cancel()
+
+    async def _probe(self, progress: asyncio.Task[Any], until: float) -> str | None:
+        """Send one more probe and wait for a sign of life; None when there is none `until` then,
+        or all probes so far were refused and it is time for the next."""
+        left_s = self._began + self._limits.timeout_s - self._clock()
+        self._probes.append(asyncio.create_task(self._engine.client.probe(max(0.001, left_s))))
+        refused_until = float("inf")
+        while True:
+            for probe in self._probes:
+                if probe.done() and probe.exception() is None:
+                    self._engine.answered_probe()
+                    return "probe answered"
+            if progress.done():
+                return "tokens came while it was probed"
+            waiting = {p for p in self._probes if not p.done()}
+            now = self._clock()
+            if not waiting and refused_until == float("inf"):
+                last = len(self._probes) == self._limits.failures
+                refused_until = now if last else now + REFUSED_DELAY_S
+            left_s = min(until, refused_until) - now
+            if left_s <= 0:
+                return None
+            await asyncio.wait(
+                {*waiting, progress}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+
+    def _failures(self) -> list[str]:
+        """What went wrong with each probe."""
+        silent = f"no answer in {self._clock() - self._began:.3g} s"
+        faults = [p.exception() if p.done() else None for p in self._probes]
+        return [
+            silent if f is None or isinstance(f, EngineTimeout) else str(f) or type(f).__name__
+            for f in faults
+        ]
+
+    # What the engine shows of itself ------------------------------------------------------
+
+    async def _first_figures(self) -> None:
+        """Once the engine is in doubt, and early enough to see a change until the deadline."""
+        await asyncio.sleep(self._limits.timeout_s / max(2, self._limits.failures))
+        self._before, self._before_mono_s = await self._figures(), self._clock()
+
+    async def _conclude(self) -> Verdict:
+        after = await self._figures() if self._before is not None else None
+        now = self._clock()
+        computing = computes(
+            self._before, after, now - self._before_mono_s, probes=len(self._probes)
+        )
+        silent_s = now - self._engine.history.progress_mono_s
+        verdict = conclude(self._failures(), silent_s, computing, self._limits)
+        if verdict.health is Health.DEAD and (stopped := self._engine.process.stopped()):
+            return replace(verdict, reason=f"{verdict.reason}; stopped: {', '.join(stopped)}")
+        return verdict
+
+    async def _figures(self) -> Figures | None:
+        try:
+            published_s, prefilled = await self._engine.client.load_figures(FIGURES_LIMIT_S)
+        except (EngineUnreachable, EngineRefused, AnswerInvalid):
+            return None
+        return Figures(published_s, prefilled, self._engine.process.scheduler_cpu_s())
+
+
+async def _wait_for(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:
+    """Until `work` is done, at most `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s if timeout_s < float("inf") else None):
+            await work
+    except TimeoutError:
+        pass

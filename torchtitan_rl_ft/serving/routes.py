@@ -35,6 +35,7 @@ class Routes:
             web.get("/v1/version", self.version),
             web.post("/v1/generate", self.generate),
             web.get("/v1/status", self.status),
+            web.post("/v1/check", self.check),
             web.post("/v1/shutdown", self.shutdown),
         ]
 
@@ -92,6 +93,10 @@ class Routes:
 
     async def status(self, request: web.Request) -> web.Response:
         return web.json_response(self._service.status())
+
+    async def check(self, request: web.Request) -> web.Response:
+        timeout_s = _number(await _body(request), "timeout_s")
+        return web.json_response(await self._service.check(timeout_s))
 
     async def shutdown(self, request: web.Request) -> web.Response:
         await self._service.close()

@@ -25,7 +25,7 @@ from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.router import GenerateRequest, RequestRejected, Router
 from torchtitan_rl_ft.serving.samples import Sample
 from torchtitan_rl_ft.serving.shared import Shared, Target
-from torchtitan_rl_ft.serving.verdict import ProbeLimits
+from torchtitan_rl_ft.serving.verdict import Limits
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid, read_manifest
@@ -73,10 +73,13 @@ class ServingService:
             http=http,
             installer=Installer(transport, rollout.pause_mode, rollout.install_timeout_s),
             prober=Prober(
-                ProbeLimits(
+                Limits(
                     first_wait_s=rollout.health_check_first_wait,
                     interval_s=rollout.health_check_interval,
                     timeout_s=rollout.health_check_timeout,
+                    failures=rollout.health_check_failure_threshold,
+                    start_s=rollout.engine_start_timeout_s,
+                    install_s=rollout.install_timeout_s,
                 ),
                 events,
             ),
@@ -238,6 +241,13 @@ class ServingService:
             "token": release.token,
             "serving": len(self.pool.serving(release.version)),
         }
+
+    # Health ---------------------------------------------------------------------------------
+
+    async def check(self, timeout_s: float) -> dict[str, Any]:
+        """Verdicts on all engines that serve, now: what /v1/check answers."""
+        checked, retired = await self.pool.check(timeout_s)
+        return {"checked": checked, "retired": retired}
 
     # Generation -----------------------------------------------------------------------------
 

@@ -1,65 +1,164 @@
-"""Whether an engine is alive: decided from what was observed, by a pure function."""
+"""Whether an engine is alive: decided from what was observed, by pure functions.
+
+Every phase of an engine's life has its own limit:
+
+| phase | limit | why |
+|---|---|---|
+| STARTING | `start_s` | imports and weights take their time, an exit is noticed elsewhere |
+| STALE | none | waits for a version that nobody has published yet |
+| INSTALLING | `install_s` each try | the installer's own limit; here only what it missed |
+| PAUSED, DRAINING | none | cannot generate, by our own wish |
+| SERVING, STANDBY | `first_wait_s`, `interval_s`, `timeout_s` | two stages, below |
+| SUSPECT | `timeout_s` | checked again soon, until it is cleared or dead |
+
+First stage: a token within the last interval proves life. Second stage: a check, `failures` probes
+that start one after the other and share one deadline, `timeout_s` after the first. One answer, or
+one token of any request, proves life. When all have failed, the engine is dead, unless its own
+figures show that it computes (`computes`): then it has `busy_s` without a token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torchtitan_rl_ft.serving.states import EngineState
 
-PROBED = frozenset({EngineState.SERVING, EngineState.SUSPECT})
+PROBED = frozenset({EngineState.SERVING, EngineState.STANDBY, EngineState.SUSPECT})
 """A paused or installing engine cannot answer a probe; a starting one has its own limit."""
+
+BACKSTOP_S = 2.0
+"""What the installer may take beyond its own limit before it is taken for stuck."""
+
+SUSPECT_DELAY_S = 1.0
+"""From a check of a suspect to the next."""
+
+LONGEST_PASS_S = 300.0
+"""SGLang's own limit for one forward pass (--watchdog-timeout): longer silence is no computing."""
+
+BUSY_SHARE = 0.05
+"""Share of a core that a scheduler at work uses at least: half-stopped by SIGSTOP and SIGCONT,
+beside three others on two cores, one in a long prefill had 0.2; an idle or hung one has 0.01."""
 
 
 @dataclass(frozen=True)
-class ProbeLimits:
-    """Seconds, except `failures`: failed probes in a row that mean death."""
+class Limits:
+    """Seconds, except `failures`: probes that have to fail."""
 
     first_wait_s: float
     interval_s: float
     timeout_s: float
     failures: int = 2
+    start_s: float = 300.0
+    install_s: float = 120.0
+    busy_s: float = LONGEST_PASS_S
+
+    @property
+    def share_s(self) -> float:
+        """From one probe of a check to the next."""
+        return self.timeout_s / self.failures
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What an engine shows of itself without generating anything. SGLang's scheduler publishes
+    load figures after each forward pass and about once a second while it is idle."""
+
+    published_s: float  # Unix time of the scheduler's last load figures
+    prefilled_tokens: int  # of prompts, since the start
+    cpu_s: float | None  # CPU time of its schedulers; None: not on this machine
 
 
 @dataclass(frozen=True)
 class Observation:
-    """`probe` is None when none was made, "" when it was answered, else what went wrong."""
+    """An engine between checks."""
 
     state: EngineState
-    watched_s: float  # since it began to serve
-    progress_s: float  # since the last finished answer
-    failures: int  # failed probes in a row before this one
-    probe: str | None = None
-    doubt_s: float = 0.0  # since the first probe of the failed row, this one included, began
+    in_state_s: float  # since its last move
+    watched_s: float  # since it came up, or was resumed
+    progress_s: float  # since the last token, or answered probe
+    checked_s: float  # since the last check ended
 
 
 class Health(StrEnum):
     UNWATCHED = "unwatched"  # not judged in this state, or not yet
-    PROBE = "probe"  # nothing proves life: ask it
+    CHECK = "check"  # nothing proves life: probe it
     ALIVE = "alive"
-    DOUBTFUL = "doubtful"  # no requests, ask again at once
+    BUSY = "busy"  # silent, but computing
     DEAD = "dead"
 
 
-def judge(seen: Observation, limits: ProbeLimits, *, asked: bool = False) -> tuple[Health, str]:
-    """The verdict and its reason. `asked`: somebody wants to know now, whatever the waits.
+@dataclass(frozen=True)
+class Verdict:
+    """`again_s`: when to look again if nothing changes before."""
 
-    First stage: an answer within the last interval proves life. Second stage: the probe.
+    health: Health
+    reason: str
+    again_s: float = float("inf")
+
+
+def judge(seen: Observation, limits: Limits) -> Verdict:
+    """First stage, and the limits of phases that are not probed."""
+    match seen.state:
+        case EngineState.STARTING:
+            why = f"did not come up within {limits.start_s:g} s (engine_start_timeout_s)"
+            return _within(seen.in_state_s, limits.start_s, why)
+        case EngineState.INSTALLING:
+            why = f"an install did not end within {limits.install_s:g} s (install_timeout_s)"
+            return _within(seen.in_state_s, limits.install_s + BACKSTOP_S, why)
+        case EngineState.SUSPECT:
+            if seen.checked_s < SUSPECT_DELAY_S:
+                again_s = SUSPECT_DELAY_S - seen.checked_s
+                return Verdict(Health.UNWATCHED, "checked just now", again_s)
+            return Verdict(Health.CHECK, "suspect")
+        case EngineState.SERVING | EngineState.STANDBY:
+            return _first_stage(seen, limits)
+    return Verdict(Health.UNWATCHED, f"{seen.state} engines are not probed")
+
+
+def _within(spent_s: float, limit_s: float, why: str) -> Verdict:
+    if spent_s >= limit_s:
+        return Verdict(Health.DEAD, why)
+    return Verdict(Health.UNWATCHED, "within its limit", limit_s - spent_s)
+
+
+def _first_stage(seen: Observation, limits: Limits) -> Verdict:
+    first_s = limits.first_wait_s - seen.watched_s
+    if first_s > 0:
+        return Verdict(Health.UNWATCHED, f"up for {seen.watched_s:.3g} s only", first_s)
+    due_s = limits.interval_s - min(seen.progress_s, seen.checked_s)
+    if due_s > 0:
+        return Verdict(Health.ALIVE, f"a sign of life {seen.progress_s:.3g} s ago", due_s)
+    return Verdict(Health.CHECK, f"no token progress for {seen.progress_s:.3g} s")
+
+
+def conclude(failures: Sequence[str], silent_s: float, computing: str, limits: Limits) -> Verdict:
+    """After a check whose probes all failed, without a token meanwhile. `silent_s`: since the
+    last token or answered probe; `computing`: what `computes` said."""
+    plural = "s" if len(failures) != 1 else ""
+    counted = f"{len(failures)} probe{plural} failed: {'; '.join(dict.fromkeys(failures))}"
+    if computing and silent_s < limits.busy_s:
+        return Verdict(Health.BUSY, f"{counted}; {computing}")
+    return Verdict(Health.DEAD, f"no token progress for {silent_s:.3g} s, {counted}")
+
+
+def computes(before: Figures | None, after: Figures | None, elapsed_s: float, probes: int) -> str:
+    """How the engine's own figures, `elapsed_s` apart, show that it computes; empty when they do
+    not. `probes`: prompt tokens that our probes may have added.
+
+    Either prompts are being read, pass after pass, or its scheduler uses a core inside one pass.
+    CPU time alone is no proof: a scheduler whose detokenizer hangs goes on generating tokens that
+    never arrive, and one without --sleep-on-idle polls; both finish passes.
     """
-    if seen.state not in PROBED:
-        return Health.UNWATCHED, f"{seen.state} engines are not probed"
-    if seen.probe is None:
-        if asked or seen.state is EngineState.SUSPECT:
-            return Health.PROBE, "asked for"
-        if seen.watched_s < limits.first_wait_s:
-            return Health.UNWATCHED, f"serves for {seen.watched_s:.3g} s only"
-        if seen.progress_s < limits.interval_s:
-            return Health.ALIVE, f"finished an answer {seen.progress_s:.3g} s ago"
-        return Health.PROBE, f"no answer for {seen.progress_s:.3g} s"
-    if seen.probe == "":
-        return Health.ALIVE, "probe answered"
-    if seen.progress_s < seen.doubt_s:
-        return Health.ALIVE, f"probe failed ({seen.probe}), but it finished an answer meanwhile"
-    if seen.failures + 1 >= limits.failures:
-        return Health.DEAD, f"{seen.failures + 1} probes failed: {seen.probe}"
-    return Health.DOUBTFUL, f"probe failed: {seen.probe}"
+    if before is None or after is None:
+        return ""
+    prefilled = after.prefilled_tokens - before.prefilled_tokens
+    if prefilled > probes:
+        return f"read {prefilled} prompt tokens in {elapsed_s:.3g} s"
+    if after.published_s != before.published_s or before.cpu_s is None or after.cpu_s is None:
+        return ""
+    used_s = after.cpu_s - before.cpu_s
+    if used_s < BUSY_SHARE * elapsed_s:
+        return ""
+    return f"its scheduler is inside one forward pass, {used_s / elapsed_s:.0%} of a core"
