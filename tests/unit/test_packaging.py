@@ -30,7 +30,8 @@ def test_what_must_match_is_pinned(name):
 
 
 @pytest.mark.parametrize(
-    ("extra", "name"), [("torchft", "torchft"), ("sglang", "sglang"), ("ucx", "nixl-cu13")]
+    ("extra", "name"),
+    [("torchft", "torchft"), ("sglang", "sglang"), ("ucx", "nixl-cu13"), ("smg", "smg")],
 )
 def test_extras_are_pinned_and_not_needed_by_the_base(extra, name):
     assert any(d.startswith(f"{name}==") for d in EXTRAS[extra])
@@ -38,7 +39,7 @@ def test_extras_are_pinned_and_not_needed_by_the_base(extra, name):
 
 
 def test_tests_are_run_with_every_extra():
-    assert "torchtitan_rl_ft[torchft,sglang,ucx]" in EXTRAS["dev"]
+    assert "torchtitan_rl_ft[torchft,sglang,ucx,smg]" in EXTRAS["dev"]
 
 
 def test_one_version():

@@ -21,13 +21,9 @@ def tree(root: ProcessId) -> list[ProcessId]:
 
 
 def kill(victim: ProcessId, *, whole_tree: bool = True) -> list[ProcessId]:
-    """SIGKILL, as a crash: of a process and all below it, or of it alone. Returns whom it hit.
-
-    A tree is stopped first, so that none of it escapes by forking or sees another's death.
-    """
-    victims = process.freeze([victim]) if whole_tree else {victim}
-    ordered = sorted(victims, key=lambda p: (p != victim, p.pid))
-    return [p for p in ordered if process.kill(p)]
+    """SIGKILL, as a crash: of a process and all below it, or of it alone. Returns whom it hit."""
+    victims = tree(victim) if whole_tree else [victim]
+    return [p for p in victims if process.kill(p)]
 
 
 def stop(victim: ProcessId, *, whole_tree: bool = True) -> list[ProcessId]:

@@ -113,7 +113,7 @@ def _roles(job: Job, groups: Sequence[EngineGroup]) -> Iterator[str]:
 
 def floor(job: Job) -> Iterator[str]:
     rollout = job.resolved.sections.rollout
-    engines = policy_engines(engine_groups(rollout))
+    engines = policy_engines(engine_groups(rollout)) + len(rollout.external_urls)
     if engines > 0 and not 1 <= rollout.min_engines <= engines:
         yield job.broken(
             "the minimum must be between 1 and the number of engines that serve the policy",

@@ -12,7 +12,6 @@ def serving(job: Job) -> Iterator[str]:
     rollout = job.resolved.sections.rollout
     yield from job.positive(
         "rollout",
-        "engines",
         "engine_start_timeout_s",
         "engine_restart_window_s",
         "request_timeout_s",
@@ -20,7 +19,7 @@ def serving(job: Job) -> Iterator[str]:
         "publish_buffer_mb",
         "max_concurrent_groups",
     )
-    yield from job.not_negative("rollout", "engine_max_restarts", "temperature")
+    yield from job.not_negative("rollout", "engines", "engine_max_restarts", "temperature")
     if not 0 < rollout.top_p <= 1:
         yield job.broken("top_p must be above 0 and at most 1", "rollout.top_p")
     if not (rollout.top_k == -1 or rollout.top_k >= 1):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.rules.job import Job
 from torchtitan_rl_ft.config.rules.journaling import LOAD, SUBSAMPLE, idle_dumps
+from torchtitan_rl_ft.config.rules.routing import idle_keys
 from torchtitan_rl_ft.config.schema import load_schema
 
 SEMI_SYNC_KEYS = (
@@ -101,6 +102,7 @@ def suspicious(job: Job) -> list[str]:
         "the model directory is not there yet",
         "model.hf_assets_path",
     )
+    found.extend(idle_keys(job))
     for path, mode in idle_dumps(job):
         warn(True, f"{path} has no effect in this mode", path, mode)
     return found

@@ -1,0 +1,71 @@
+"""Faults that a job's own configuration asks for, injected into a real debug job."""
+
+from __future__ import annotations
+
+import pytest
+from job_run import Job
+
+from torchtitan_rl_ft.chaos import faults
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.observability.events import Event, Kind
+
+pytestmark = pytest.mark.timeout(240)
+
+STEPS = 60
+KILL = "kill engine-1 at step 2"
+STOP = "stop rollout for 6 s at step 6"  # time for the engine to come back meanwhile
+IN_SERVICE = {"stale", "installing", "serving"}
+"""States of an engine that has joined: between versions, or at one."""
+
+
+@pytest.mark.row("J4")
+def test_a_configured_fault_is_a_real_crash_that_happens_once(tmp_path) -> None:
+    with Job(tmp_path / "run") as job:
+        plan = f'["{KILL}", "{STOP}"]'
+        job.start("--training.steps", str(STEPS), "--chaos.enable", "--chaos.faults", plan)
+        job.wait_event(Kind.CHAOS, n=3, timeout_s=120)
+        # The injector itself is restarted, and injects nothing again.
+        faults.kill(job.process_of("chaos"))
+        assert job.end(timeout_s=180) == ExitCode.DONE, job.story()
+        assert job.attempts("chaos") == 2
+        assert job.step() == STEPS
+
+        kill, stop = [e for e in job.events(Kind.CHAOS) if e.phase == "inject"]
+        assert (kill.cause, stop.cause) == (KILL, STOP)
+        check_kill(job, kill)
+        check_stop(job, stop)
+        found = job.audit()
+        assert found.problems == []
+        assert [c.step for c in found.history] == list(range(1, STEPS + 1))
+        assert job.left() == []
+
+
+def check_kill(job: Job, kill: Event) -> None:
+    victim = job.events(Kind.SPAWN, subject="engine-1")[0].data
+    assert (kill.data["pid"], kill.data["start_time"]) == (victim["pid"], victim["start_time"])
+    commits = {e.step: e.mono_s for e in job.events(Kind.COMMIT)}
+    assert kill.data["planned_mono_s"] == commits[2]
+    assert commits[2] < kill.mono_s < commits[2] + 2
+    # Registered and in service when it was hit, and nobody had been told.
+    assert kill.data["listed"] in IN_SERVICE
+    moves = job.events(Kind.TRANSITION, subject="engine-1")
+    before = [e.data["new"] for e in moves if e.mono_s < kill.mono_s]
+    assert before[-1] in IN_SERVICE and "retired" not in before
+    # One recovery: one exit, one restart, one engine that serves again.
+    [ended] = [e for e in job.events(Kind.EXIT, subject="engine-1") if e.phase == "fault"]
+    assert ended.data["pid"] == victim["pid"]
+    assert kill.mono_s < ended.mono_s < kill.mono_s + 2
+    assert len(job.events(Kind.RESTART, subject="engine-1")) == 1
+    after = [e.data["new"] for e in moves if e.mono_s > ended.mono_s]
+    assert "serving" in after
+    told = [line for line in job.out().splitlines() if "engine-1: " in line and "faults" in line]
+    assert len(told) == 1
+
+
+def check_stop(job: Job, stop: Event) -> None:
+    """It stood still for the time, and was not restarted."""
+    [lift] = [e for e in job.events(Kind.CHAOS) if e.phase == "lift"]
+    assert 6 <= lift.mono_s - stop.mono_s < 10
+    others = [e for e in job.events() if e.name == "rollout" and e.pid == stop.data["pid"]]
+    assert not [e for e in others if stop.mono_s + 0.3 < e.mono_s < lift.mono_s - 0.3]
+    assert job.attempts("rollout") == 1

@@ -1,0 +1,264 @@
+"""An SGLang gateway in front of the engines: kept alive, and its list of engines kept true."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host.log_tail import last_lines
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.serving.budget import StartBudget
+from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.engine_process import end_trees
+from torchtitan_rl_ft.serving.gateway_client import GatewayClient, GatewayError
+from torchtitan_rl_ft.serving.gateway_process import HOST, KEY_ENV
+from torchtitan_rl_ft.serving.launch import free_ports
+from torchtitan_rl_ft.serving.slot import next_attempt
+
+NAME = "gateway"
+STARTS = 5
+STARTS_WINDOW_S = 60.0
+START_LIMIT_S = 30.0
+CALL_LIMIT_S = 2.0
+SETTLE_S = 0.02
+"""The gateway lists what it was told some milliseconds later."""
+
+SETTLE_ROUNDS = 25
+RETRY_S = 0.25
+AUDIT_S = 2.0
+"""How often the list is compared when nothing has changed here."""
+
+SILENT_CALLS = 3
+"""Unanswered in a row, the gateway is replaced: it may be stopped or stuck."""
+
+
+class GatewayFailed(Exception):
+    """The gateway cannot be kept up."""
+
+
+class GatewayProgram(Protocol):
+    """The command line of a gateway at `port`; `metrics_port` is free as well."""
+
+    def __call__(self, port: int, metrics_port: int) -> list[str]: ...
+
+
+def smg_program(port: int, metrics_port: int) -> list[str]:
+    module = "torchtitan_rl_ft.serving.gateway_process"
+    return [sys.executable, "-m", module, str(port), str(metrics_port)]
+
+
+class Gateway:
+    """`wanted` gives the URLs of the engines that may get requests now."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        events: EventSink,
+        http: aiohttp.ClientSession,
+        changes: Changes,
+        wanted: Callable[[], Collection[str]],
+        program: GatewayProgram = smg_program,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._events, self._http = folder, events, http
+        self._changes, self._wanted = changes, wanted
+        self._program, self._clock = program, clock
+        self._budget = StartBudget(STARTS, STARTS_WINDOW_S)
+        self._child: process.Child | None = None
+        self._ids: dict[str, str] = {}  # of all on the gateway's list, by URL
+        self._ready: set[str] = set()
+        self._complained: set[str] = set()
+        self._silent = self._unsettled = 0
+        self.client: GatewayClient | None = None
+        """None while there is no gateway that answers."""
+        self.starts = 0
+
+    @property
+    def listed(self) -> set[str]:
+        """URLs of the engines that the gateway gives requests to."""
+        return self._ready if self.client is not None else set()
+
+    def to_json(self) -> dict[str, Any]:
+        child = self._child
+        return {
+            "url": self.client.url if self.client is not None else None,
+            "pid": child.id.pid if child is not None else None,
+            "start_time": child.id.start_time if child is not None else None,
+            "log": str(child.log) if child is not None else None,
+            "restarts": max(0, self.starts - 1),
+            "listed": sorted(self.listed),
+            "known": sorted(self._ids),
+        }
+
+    # Process --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled. Raises GatewayFailed when it does not stay up."""
+        reason, log = "", None
+        while (delay_s := self._budget.delay_s(self._clock())) is not None:
+            if self.starts:
+                self._events.emit(
+                    Kind.RESTART,
+                    cause=reason,
+                    subject=NAME,
+                    attempt=self.starts + 1,
+                    delay_s=delay_s,
+                )
+            await asyncio.sleep(delay_s)
+            self._budget = self._budget.started(self._clock())
+            self.starts += 1
+            log = self._folder.log_file(NAME, next_attempt(self._folder, NAME))
+            reason = await self._live(log)
+        lines = last_lines(log) if log is not None else []
+        raise GatewayFailed(
+            "\n    ".join(
+                [
+                    f"the gateway (rollout.router) was started {STARTS} times within "
+                    f"{STARTS_WINDOW_S:g} s; last: {reason}; log: {log}",
+                    *lines,
+                ]
+            )
+        )
+
+    async def _live(self, log: Path) -> str:
+        """One gateway, from its start to its end; returns why it ended."""
+        port, metrics_port = free_ports(2)
+        key = secrets.token_urlsafe(24)
+        env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}
+        env |= {KEY_ENV: key, "NO_COLOR": "1"}
+        try:
+            child = process.spawn(self._program(port, metrics_port), log=log, env=env)
+        except OSError as e:
+            return f"cannot be started: {e}"
+        self._child = child
+        self._events.emit(
+            Kind.SPAWN,
+            subject=NAME,
+            attempt=self.starts,
+            pid=child.id.pid,
+            start_time=child.id.start_time,
+            log=str(log),
+        )
+        client = GatewayClient(self._http, f"http://{HOST}:{port}", key)
+        exited = asyncio.create_task(child.wait())
+        keeping = asyncio.create_task(self._keep(client))
+        stopping = True
+        try:
+            await asyncio.wait({exited, keeping}, return_when=asyncio.FIRST_COMPLETED)
+            stopping = False
+            reason = process.describe(exited.result()) if exited.done() else keeping.result()
+        finally:
+            self.client, self._ids, self._ready = None, {}, set()
+            self._changes.notify()
+            keeping.cancel()
+            exited.cancel()
+            await end_trees([child.id], self._clock() + CALL_LIMIT_S)
+            self._child = None
+            code = child.returncode
+            self._events.emit(
+                Kind.EXIT,
+                phase="stop" if stopping else "fault",
+                cause="serving ends" if stopping else reason,
+                subject=NAME,
+                pid=child.id.pid,
+                returncode=code,
+                signal=-code if code is not None and code < 0 else None,
+                log=str(log),
+                last_lines=[] if stopping else last_lines(log),
+            )
+        return reason
+
+    # List -----------------------------------------------------------------------------------
+
+    async def _keep(self, client: GatewayClient) -> str:
+        """Keep the gateway's list equal to `wanted`; returns why it has to be replaced."""
+        if not await self._come_up(client):
+            return f"did not answer within {START_LIMIT_S:g} s"
+        self.client, self._silent = client, 0
+        self._complained.clear()
+        self._events.emit(Kind.READY, subject=NAME, url=client.url)
+        while self._silent < SILENT_CALLS:
+            pause_s = await self._round(client)
+            if pause_s < AUDIT_S:
+                await asyncio.sleep(pause_s)
+            else:
+                await self._changes.wait_until(self._differs, pause_s)
+        return f"{self._silent} calls in a row were not answered"
+
+    def _differs(self) -> bool:
+        return set(self._wanted()) != self._ids.keys()
+
+    async def _come_up(self, client: GatewayClient) -> bool:
+        end = self._clock() + START_LIMIT_S
+        while self._clock() < end:
+            try:
+                await client.workers(CALL_LIMIT_S)
+                return True
+            except GatewayError:
+                await asyncio.sleep(SETTLE_S)
+        return False
+
+    async def _round(self, client: GatewayClient) -> float:
+        """One comparison, and what follows from it; returns the seconds until the next one."""
+        try:
+            workers = await client.workers(CALL_LIMIT_S)
+        except GatewayError as e:
+            self._silent += 1
+            self._complain("list", str(e))
+            return RETRY_S
+        self._silent = 0
+        self._complained.discard("list")
+        wanted = set(self._wanted())
+        self._ids = {w.url: w.id for w in workers}
+        ready = {w.url for w in workers if w.ready}
+        if ready != self._ready:
+            self._ready = ready
+            self._changes.notify()
+        surplus, missing = self._ids.keys() - wanted, wanted - self._ids.keys()
+        tries = [*(self._remove(client, url) for url in surplus)]
+        tries += [self._add(client, url) for url in missing]
+        if tries and not all(await asyncio.gather(*tries)):
+            return RETRY_S
+        if not tries and ready == wanted:
+            self._unsettled = 0
+            return AUDIT_S
+        self._unsettled += 1
+        return SETTLE_S if self._unsettled <= SETTLE_ROUNDS else RETRY_S
+
+    async def deregister(self, url: str) -> None:
+        """Take `url` off the list, now. When the gateway cannot be told, that is not forgotten:
+        the next rounds try again."""
+        if self.client is not None and url in self._ids:
+            await self._remove(self.client, url)
+
+    async def _remove(self, client: GatewayClient, url: str) -> bool:
+        self._ready.discard(url)
+        return await self._try("removed", url, client.remove(self._ids[url], CALL_LIMIT_S))
+
+    async def _add(self, client: GatewayClient, url: str) -> bool:
+        return await self._try("listed", url, client.add(url, CALL_LIMIT_S))
+
+    async def _try(self, what: str, url: str, call: Any) -> bool:
+        try:
+            await call
+        except GatewayError as e:
+            self._complain(url, f"{url} not {what}, tried again: {e}")
+            return False
+        self._complained.discard(url)
+        return True
+
+    def _complain(self, subject: str, cause: str) -> None:
+        """Once, until it works again."""
+        if subject not in self._complained:
+            self._complained.add(subject)
+            self._events.emit(Kind.WARN, cause=f"gateway: {cause}", subject=NAME)
