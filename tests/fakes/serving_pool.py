@@ -15,9 +15,10 @@ from typing import Any
 import aiohttp
 from policies import token_of, write_policy
 
-from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.serving.launch import (
     HOST,
     Launch,
@@ -42,24 +43,52 @@ class FakeLauncher:
     rollout: RolloutSection
     model: Path
     folder: RunFolder
+    plans: list[SlotPlan]
     faults: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     starts: dict[int, int] = field(default_factory=dict)
+    is_seeded: bool = True
 
     def prepare(self, slot: int) -> Launch:
         start = self.starts[slot] = self.starts.get(slot, 0) + 1
         given = self.faults.get(slot, [])
         faults = given[min(start, len(given)) - 1] if given else {}
-        port = free_ports(1)[0]
-        argv = [*self._command(), "--port", str(port)]
+        group = self.plans[slot].group
+        bootstrap, nodes_port, *ports = free_ports(2 + group.nodes_per_engine)
+        prefill = group.role == "prefill"
+        nodes = tuple(
+            [
+                *self._command(slot),
+                f"--port={port}",
+                f"--nnodes={group.nodes_per_engine}",
+                f"--node-rank={node}",
+                f"--dist-init-addr={HOST}:{nodes_port}",
+                *([f"--disaggregation-bootstrap-port={bootstrap}"] if prefill else []),
+            ]
+            for node, port in enumerate(ports)
+        )
         env = {**os.environ, "FAKE_SGLANG_FAULTS": json.dumps(faults)}
-        return Launch(argv, env, f"http://{HOST}:{port}", make_scratch(self.folder, slot))
+        scratch = make_scratch(self.folder, slot)
+        url = f"http://{HOST}:{ports[0]}"
+        return Launch(nodes, env, url, scratch, bootstrap if prefill else None)
 
     def fingerprint(self, slot: int) -> str:
-        return fingerprint(self._command())
+        return fingerprint(self._command(slot))
 
-    def _command(self) -> list[str]:
-        program = [sys.executable, str(FAKE), "--model-path", str(self.model)]
-        return [*program, *stream_arguments(self.rollout)]
+    def layout(self, group: EngineGroup) -> EngineLayout:
+        return EngineLayout("float32", 1, cpu_hash)
+
+    def seeded(self, group: EngineGroup) -> bool:
+        return self.is_seeded
+
+    def model_path(self, group: EngineGroup) -> Path:
+        return Path(group.model) if group.model else self.model
+
+    def _command(self, slot: int) -> list[str]:
+        group = self.plans[slot].group
+        command = [sys.executable, str(FAKE), f"--model-path={self.model_path(group)}"]
+        if group.role in ("prefill", "decode"):
+            command.append(f"--disaggregation-mode={group.role}")
+        return [*command, *stream_arguments(self.rollout)]
 
 
 @dataclass
@@ -156,18 +185,17 @@ async def open_pool(
         }
     )
     events = EventList()
-    launcher = FakeLauncher(settings, model, folder, faults or {})
+    launcher = FakeLauncher(
+        settings, model, folder, slot_plans(settings), faults or {}, is_seeded=seeded
+    )
     async with aiohttp.ClientSession() as http:
         service = ServingService(
             settings,
             folder,
             events,
             launcher,
-            EngineLayout("float32", 1, cpu_hash),
             http,
             DiskTransport(),
-            model_path=model,
-            seeded=seeded,
         )
         await service.open()
         try:

@@ -27,7 +27,7 @@ from torchtitan_rl_ft.run_folder import TOKEN_ENV
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
 from torchtitan_rl_ft.weights.installer import Installer
-from torchtitan_rl_ft.weights.proof import EngineLayout, make_proof
+from torchtitan_rl_ft.weights.proof import EngineLayout, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release
 from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 
@@ -181,9 +181,8 @@ def test_installs_in_each_pause_mode(real_serving: ServingRole, mode: str) -> No
                 path, digest = write_policy(
                     real_serving.folder.path / mode, real_serving.model, i, scale=1 + i / 50
                 )
-                _, proof = await asyncio.to_thread(
-                    make_proof, path, EngineLayout("float32", 1, cpu_hash)
-                )
+                layout = EngineLayout("float32", 1, cpu_hash)
+                proof = (await asyncio.to_thread(make_proofs, path, [layout]))[1][layout]
                 release = Release(start + i, i, token_of(i), str(path), digest)
                 took = await installer.install(engine, release, proof, None)
                 assert took.paused_s < 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,14 @@ from torchtitan_rl_ft.weights.dtype_casts import CastUnknown, cast
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
 from torchtitan_rl_ft.weights.engine_parameters import engine_parameters, known_family
 from torchtitan_rl_ft.weights.manifest import (
+    MANIFEST_FILE,
     Manifest,
     WeightsInvalid,
+    checkpoint_manifest,
     tensor_entry,
     write_manifest,
 )
-from torchtitan_rl_ft.weights.proof import EngineLayout, Proof, make_proof
+from torchtitan_rl_ft.weights.proof import EngineLayout, Proof, derive_proof, make_proofs
 
 KERNELS = Path(__file__).parents[1] / "fakes" / "sglang_kernels.py"
 SEEDS, POSITIONS, COLUMNS = [0, 1, 42, 2**31 - 1, 2**63 - 1, 2**40 + 5], [0, 1, 2, 100, 511, 7], 9
@@ -87,16 +90,22 @@ def test_known_families() -> None:
     assert known_family({"model_type": "qwen3"})
     assert not known_family({"model_type": "qwen3_moe"})
     assert not known_family({"model_type": "qwen3", "quantization_config": {}})
+    reward = {"model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}
+    assert not known_family(reward)
 
 
 # Proof ------------------------------------------------------------------------------------------
+
+
+def proof_of(path: Path, layout: EngineLayout) -> Proof:
+    return make_proofs(path, [layout])[1][layout]
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_exact_proof(tmp_path: Path, tied: bool) -> None:
     path = published(tmp_path / "m", TinySpec(tie_word_embeddings=tied))
     tensors = load_file(path / "model.safetensors")
-    _, proof = make_proof(path, CPU)
+    proof = proof_of(path, CPU)
     assert proof.kind == "exact"
     config = json.loads((path / "config.json").read_bytes())
     shown = {}
@@ -118,12 +127,29 @@ def test_exact_proof(tmp_path: Path, tied: bool) -> None:
 
 def test_the_engines_dtype_is_taken_into_account(tmp_path: Path) -> None:
     path = published(tmp_path / "m")
-    _, proof = make_proof(path, EngineLayout("bfloat16", 1, cpu_hash))
+    proof = proof_of(path, EngineLayout("bfloat16", 1, cpu_hash))
     raw = load_file(path / "model.safetensors")["model.norm.weight"]
     half = torch.from_numpy(raw).to(torch.bfloat16).view(torch.uint8).numpy()
     assert proof._exact is not None
     assert proof._exact["model.norm.weight"] == sha(half)
-    assert make_proof(path, EngineLayout("auto", 1, cpu_hash))[1].kind == "witness"
+    assert proof_of(path, EngineLayout("auto", 1, cpu_hash)).kind == "witness"
+
+
+def test_a_checkpoint_that_nobody_published_is_proved_from_its_files(tmp_path: Path) -> None:
+    path = published(tmp_path / "m")
+    expected = proof_of(path, CPU)
+    (path / MANIFEST_FILE).unlink()
+    # Some checkpoints come in a second form beside the one that engines load.
+    shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
+    manifest = checkpoint_manifest(path)
+    proof = derive_proof(path, manifest, CPU)
+    assert (manifest.step, manifest.token) == (0, "")
+    assert proof.model_digest == expected.model_digest
+    assert proof._exact == expected._exact
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "missing.safetensors"}}))
+    with pytest.raises(WeightsInvalid, match="missing.safetensors"):
+        checkpoint_manifest(path)
 
 
 def test_damaged_weights_give_no_proof(tmp_path: Path) -> None:
@@ -132,12 +158,12 @@ def test_damaged_weights_give_no_proof(tmp_path: Path) -> None:
     data[-1] ^= 1
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(WeightsInvalid, match="sha256"):
-        make_proof(path, CPU)
+        make_proofs(path, [CPU])
 
 
 def test_witness_proof_for_what_cannot_be_derived(tmp_path: Path) -> None:
     path = published(tmp_path / "m")
-    assert make_proof(path, EngineLayout("float32", 2, cpu_hash))[1].kind == "witness"
+    assert proof_of(path, EngineLayout("float32", 2, cpu_hash)).kind == "witness"
     old, new = [{"a": "1"}, {"a": "2"}], [{"a": "3"}, {"a": "4"}]
     proof = Proof("digest-2", None)
     unchanged = "all checksums are those from before the update"

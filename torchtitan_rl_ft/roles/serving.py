@@ -83,11 +83,8 @@ async def _serve(sections: Sections, folder: RunFolder, model_path: Path, events
             folder,
             events,
             launcher,
-            launcher.layout,
             http,
             make_transport(sections.rollout.weight_transport),
-            model_path=model_path,
-            seeded=launcher.seeded,
         )
         stack.push_async_callback(service.close)
         await service.open()

@@ -13,6 +13,7 @@ from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
+from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.states import EngineState, StateMachine
 
 
@@ -31,14 +32,15 @@ class Engine:
 
     def __init__(
         self,
-        slot: int,
+        plan: SlotPlan,
         process: EngineProcess,
         client: EngineClient,
         events: EventSink,
         changes: Changes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.slot, self.process, self.client = slot, process, client
+        self.slot, self.plan, self.group = plan.slot, plan, plan.group
+        self.process, self.client = process, client
         self.name = client.name
         self._machine = StateMachine(self.name, events)
         self._changes, self._clock = changes, clock
@@ -134,12 +136,15 @@ class Engine:
     def to_json(self) -> dict[str, Any]:
         return {
             "slot": self.slot,
+            "group": self.group.name,
             "state": str(self.state),
             "version": self.version,
+            "digest": self.digest,
             "pid": self.process.id.pid,
             "start_time": self.process.id.start_time,
             "url": self.client.url,
             "reason": self.reason,
             "in_flight": self.in_flight,
             "log": str(self.process.main.log),
+            "bootstrap_port": self.process.bootstrap_port,
         }

@@ -54,14 +54,28 @@ class EngineProcess:
     scratch: Path
     members: set[ProcessId] = field(default_factory=set)
     shared_memory: set[Path] = field(default_factory=set)
+    bootstrap_port: int | None = None
+    """Where decode engines meet this prefill engine."""
 
     @classmethod
     def start(cls, launch: Launch, fingerprint: str, log: Path) -> EngineProcess:
-        """Raises OSError. Call it from the main thread."""
-        child = process.spawn(
-            launch.argv, log=log, env=launch.env, outlives_parent=ENGINES_OUTLIVE_SERVING
-        )
-        return cls((child,), launch.url, fingerprint, launch.scratch)
+        """All nodes, each with a log of its own. Raises OSError, with none of them left. Call it
+        from the main thread."""
+        children: list[process.Child] = []
+        try:
+            for node, argv in enumerate(launch.nodes):
+                file = log.with_name(f"{log.stem}-node-{node}.log") if node else log
+                children.append(
+                    process.spawn(
+                        argv, log=file, env=launch.env, outlives_parent=ENGINES_OUTLIVE_SERVING
+                    )
+                )
+        except OSError:
+            for child in children:
+                process.kill(child.id)
+            raise
+        port = launch.bootstrap_port
+        return cls(tuple(children), launch.url, fingerprint, launch.scratch, bootstrap_port=port)
 
     @classmethod
     def adopt(cls, record: EngineRecord) -> EngineProcess:
@@ -74,6 +88,7 @@ class EngineProcess:
             record.scratch,
             set(record.members),
             set(record.shared_memory),
+            record.bootstrap_port,
         )
 
     @property
@@ -97,15 +112,15 @@ class EngineProcess:
     @property
     def ended(self) -> str | None:
         """How one of the processes ended, in words; None while all run."""
-        gone = [p for p in self.processes if p.returncode is not None or not p.id.alive()]
+        gone = [p for p in self.processes if _ended(p)]
         return process.describe(gone[0].returncode) if gone else None
 
     async def wait(self) -> str:
         """Until one of the processes ends; says how."""
         waits = [asyncio.ensure_future(p.wait()) for p in self.processes]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return self.ended or "ended"
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return process.describe(next(w for w in waits if w in done).result())
         finally:
             for wait in waits:
                 wait.cancel()
@@ -170,7 +185,7 @@ class EngineProcess:
         remove_files(self.scratch, self.shared_memory)
         return left
 
-    def record(self, slot: int) -> EngineRecord:
+    def record(self, slot: int, group: str) -> EngineRecord:
         return EngineRecord(
             slot=slot,
             url=self.url,
@@ -179,7 +194,16 @@ class EngineProcess:
             members=frozenset(self.members),
             scratch=self.scratch,
             shared_memory=frozenset(self.shared_memory),
+            group=group,
+            bootstrap_port=self.bootstrap_port,
         )
+
+
+def _ended(root: process.Child | process.Adopted) -> bool:
+    """A child's exit code may come later than the end of its main thread."""
+    if isinstance(root, process.Adopted):
+        return not root.id.alive()
+    return root.returncode is not None
 
 
 def _title(member: ProcessId) -> str:

@@ -35,6 +35,7 @@ class EngineRecord:
     scratch: Path
     shared_memory: frozenset[Path]
     group: str = "policy"
+    bootstrap_port: int | None = None
 
     @property
     def main(self) -> ProcessId:
@@ -61,6 +62,7 @@ class EngineRecord:
             "members": [[m.pid, m.start_time] for m in _sorted(self.members)],
             "scratch": str(self.scratch),
             "shared_memory": sorted(map(str, self.shared_memory)),
+            "bootstrap_port": self.bootstrap_port,
         }
 
     @classmethod
@@ -78,6 +80,7 @@ class EngineRecord:
             scratch=Path(given["scratch"]),
             shared_memory=frozenset(map(Path, given["shared_memory"])),
             group=str(given["group"]),
+            bootstrap_port=given["bootstrap_port"],
         )
 
 

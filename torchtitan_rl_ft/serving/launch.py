@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torchtitan_rl_ft.config.groups import takes_versions
 from torchtitan_rl_ft.config.placement import engine_ranks, option
-from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.platform import sglang_cpu
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
 from torchtitan_rl_ft.weights.proof import EngineLayout
 
@@ -29,12 +31,14 @@ _LONGEST_SCRATCH = 80
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of an engine. `scratch` is its TMPDIR, removed with it."""
+    """One start of an engine: a command for each node, node 0 first; it answers at `url`.
+    `scratch` is its TMPDIR, removed with it. `bootstrap_port` is that of a prefill engine."""
 
-    argv: list[str]
+    nodes: tuple[list[str], ...]
     env: dict[str, str]
     url: str
     scratch: Path
+    bootstrap_port: int | None = None
 
 
 class Launcher(Protocol):
@@ -45,6 +49,16 @@ class Launcher(Protocol):
 
     def fingerprint(self, slot: int) -> str: ...
 
+    def layout(self, group: EngineGroup) -> EngineLayout: ...
+
+    def seeded(self, group: EngineGroup) -> bool:
+        """Whether engines of the group honour a seed for each sample."""
+        ...
+
+    def model_path(self, group: EngineGroup) -> Path:
+        """The model that engines of the group start from."""
+        ...
+
 
 class SGLangLauncher:
     """SGLang servers on this node. Their own routes have no token: they listen on loopback."""
@@ -54,34 +68,56 @@ class SGLangLauncher:
     ) -> None:
         self._rollout, self._model_path, self._folder = rollout, model_path, folder
         self._on_cpu = on_cpu
-        self._fixed = self._fixed_arguments()
+        self._plans = slot_plans(rollout)
 
-    @property
-    def layout(self) -> EngineLayout:
-        dtype = option(self._fixed, ("--dtype",)) or "auto"
-        return EngineLayout(dtype, self._ranks(), cpu_hash if self._on_cpu else gpu_hash)
+    def layout(self, group: EngineGroup) -> EngineLayout:
+        fixed = self._fixed(group)
+        dtype = option(fixed, ("--dtype",)) or "auto"
+        return EngineLayout(dtype, engine_ranks(fixed), cpu_hash if self._on_cpu else gpu_hash)
 
-    @property
-    def seeded(self) -> bool:
-        """Whether engines honour a seed for each sample."""
-        return "--enable-deterministic-inference" in self._fixed
+    def seeded(self, group: EngineGroup) -> bool:
+        return "--enable-deterministic-inference" in self._fixed(group)
+
+    def model_path(self, group: EngineGroup) -> Path:
+        return Path(group.model) if group.model else self._model_path
 
     def prepare(self, slot: int) -> Launch:
-        port, torch_port = free_ports(2)
+        plan = self._plans[slot]
+        n_nodes = plan.group.nodes_per_engine
+        torch_port, nodes_port, bootstrap, *ports = free_ports(3 + n_nodes)
+        shared = [f"--nccl-port={torch_port}"]
+        if n_nodes > 1:
+            shared.append(f"--dist-init-addr={HOST}:{nodes_port}")
+        bootstrap_port = bootstrap if plan.group.role == "prefill" else None
+        if bootstrap_port is not None:
+            shared.append(f"--disaggregation-bootstrap-port={bootstrap_port}")
+        nodes = tuple(
+            [*self._command(plan, node), *shared, f"--port={port}"]
+            for node, port in enumerate(ports)
+        )
         scratch = make_scratch(self._folder, slot)
-        ports = [f"--port={port}", f"--nccl-port={torch_port}"]
-        argv = [*self._command(slot), *ports]
-        return Launch(argv, self._env(scratch), f"http://{HOST}:{port}", scratch)
+        url = f"http://{HOST}:{ports[0]}"
+        return Launch(nodes, self._env(scratch), url, scratch, bootstrap_port)
 
     def fingerprint(self, slot: int) -> str:
-        return fingerprint(self._command(slot))
+        return fingerprint(self._command(self._plans[slot], 0))
 
-    def _command(self, slot: int) -> list[str]:
+    def _command(self, plan: SlotPlan, node: int) -> list[str]:
         """All but what is another one at each start."""
-        argv = [*self._program(), f"--model-path={self._model_path}", f"--host={HOST}"]
-        if not self._on_cpu and option(self._fixed, ("--base-gpu-id",)) is None:
-            argv.append(f"--base-gpu-id={slot * self._ranks()}")
-        return [*argv, *self._fixed]
+        group, fixed = plan.group, self._fixed(plan.group)
+        argv = [
+            *self._program(),
+            f"--model-path={self.model_path(group)}",
+            f"--host={HOST}",
+        ]
+        if not self._on_cpu and option(fixed, ("--base-gpu-id",)) is None:
+            share = node * (plan.ranks // group.nodes_per_engine)
+            argv.append(f"--base-gpu-id={plan.first_device + share}")
+        if group.nodes_per_engine > 1:
+            argv += [f"--nnodes={group.nodes_per_engine}", f"--node-rank={node}"]
+        if group.role in ("prefill", "decode"):
+            argv.append(f"--disaggregation-mode={group.role}")
+        return [*argv, *fixed]
 
     def _program(self) -> list[str]:
         python = self._rollout.engine_python
@@ -91,19 +127,22 @@ class SGLangLauncher:
             return [sys.executable, "-m", "torchtitan_rl_ft.platform.sglang_cpu"]
         return [python, sglang_cpu.__file__]  # this package need not be installed there
 
-    def _fixed_arguments(self) -> list[str]:
+    def _fixed(self, group: EngineGroup) -> list[str]:
         """The user's come last, so that they win."""
+        rollout = self._rollout
         fixed = ["--log-level-http=warning"]
         fixed += sglang_cpu.ARGUMENTS if self._on_cpu else ["--dtype=bfloat16"]
-        fixed += stream_arguments(self._rollout)
-        if self._rollout.pause_mode == "in_place":
+        fixed += stream_arguments(rollout)
+        if rollout.pause_mode == "in_place" and takes_versions(group):
             # Requests that run on keep their cache, so it cannot be flushed at an update, and
             # new requests would reuse what old weights computed.
             fixed.append("--disable-radix-cache")
-        return [*fixed, *self._rollout.engine_args]
-
-    def _ranks(self) -> int:
-        return engine_ranks(self._fixed)
+        if rollout.placement == "colocated":
+            fixed.append("--enable-memory-saver")
+            if not takes_versions(group):
+                # Nobody gives it its weights again, so SGLang keeps a copy in main memory.
+                fixed.append("--enable-weights-cpu-backup")
+        return [*fixed, *rollout.engine_args, *group.engine_args]
 
     def _env(self, scratch: Path) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}

@@ -14,7 +14,7 @@ from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
 from torchtitan_rl_ft.serving.engine_process import WorkerGone
 from torchtitan_rl_ft.serving.samples import AnswerInvalid
-from torchtitan_rl_ft.serving.shared import Shared
+from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.states import EngineState
 from torchtitan_rl_ft.serving.updates import Retire, update
 
@@ -83,7 +83,7 @@ class Life:
         engine.move(EngineState.STALE, "up, holds no published version")
         while True:
             await changes.wait_until(self._behind, math.inf)
-            if (target := self._shared.target) is not None and self._behind():
+            if (target := self._target) is not None and self._behind():
                 engine.loading = target.release.version
                 try:
                     await update(engine, target, self._shared)
@@ -95,10 +95,14 @@ class Life:
         """A suspect is cleared first."""
         return self.engine.duty is Duty.ACTIVE and self.engine.state is EngineState.STANDBY
 
+    @property
+    def _target(self) -> Target | None:
+        return self._shared.target_for(self.engine.plan)
+
     def _behind(self) -> bool:
         """Whether the engine needs the target version, and may take it. A suspect is cleared
         first."""
-        engine, target = self.engine, self._shared.target
+        engine, target = self.engine, self._target
         return (
             target is not None
             and engine.version != target.release.version
@@ -135,7 +139,7 @@ class Life:
             return
 
     async def _record(self) -> None:
-        record = self.engine.process.record(self.engine.slot)
+        record = self.engine.process.record(self.engine.slot, self.engine.group.name)
         await asyncio.to_thread(self._shared.records.put, record)
 
     # End ------------------------------------------------------------------------------------
@@ -143,7 +147,7 @@ class Life:
     async def _retire(self, reason: str) -> None:
         """Out of routing first, then fenced, dead, forgotten."""
         engine, shared = self.engine, self._shared
-        self.lost = shared.boundary()
+        self.lost = shared.boundary(engine.plan)
         engine.move(EngineState.RETIRED, reason)
         engine.client.fence()
         await shared.deregistration.forget(engine)

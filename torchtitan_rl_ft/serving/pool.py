@@ -29,9 +29,7 @@ class PoolFailed(Exception):
 class EnginePool:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        rollout = shared.rollout
-        duties = [Duty.ACTIVE] * rollout.engines + [Duty.STANDBY] * rollout.standby_engines
-        self.slots = [Slot(i, shared, duty) for i, duty in enumerate(duties)]
+        self.slots = [Slot(plan, shared) for plan in shared.plans]
         self._assigning: asyncio.Task[None] | None = None
         shared.engines = lambda: self.engines
 
@@ -75,11 +73,14 @@ class EnginePool:
     def target(self) -> Target | None:
         return self._shared.target
 
-    def require(self, target: Target) -> None:
-        """Have every engine, now and later, hold `target`. Those that hold another version take
-        no more requests from now on."""
-        self._shared.target = target
+    def require(self, targets: Mapping[str, Target]) -> None:
+        """Have every engine of a group, now and later, hold the group's target. Those that hold
+        another version take no more requests from now on."""
+        self._shared.targets.update(targets)
         for engine in self.engines:
+            target = targets.get(engine.group.name)
+            if target is None:
+                continue
             if engine.state in (EngineState.SERVING, EngineState.PAUSED):
                 engine.move(EngineState.STALE, f"version {target.release.version} is required")
         self._shared.changes.notify()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.engine import Engine
@@ -55,6 +56,7 @@ class GenerateRequest:
     sampling: dict[str, object]
     seeds: list[int] | None
     timeout_s: float
+    group: str = POLICY
 
 
 class Candidate(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
+from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.router import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import Sample
@@ -157,6 +158,9 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
     for name in RESERVED_SAMPLING:
         if name in sampling:
             raise RequestError(400, f"sampling.{name} is set by n and seeds")
+    group = body.get("group", POLICY)
+    if not isinstance(group, str):
+        raise RequestError(400, "group is the name of a group of engines")
     return GenerateRequest(
         _field(body, "request_id", str),
         _integers(body, "input_ids"),
@@ -164,6 +168,7 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
         sampling,
         seeds,
         _number(body, "timeout_s"),
+        group,
     )
 
 

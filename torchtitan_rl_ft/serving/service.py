@@ -6,11 +6,13 @@ import asyncio
 import json
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from torchtitan_rl_ft.config.groups import engine_groups, takes_versions
 from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -19,6 +21,7 @@ from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
+from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.prober import Prober
@@ -28,8 +31,12 @@ from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.verdict import Limits
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
-from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid, read_manifest
-from torchtitan_rl_ft.weights.proof import EngineLayout, make_proof
+from torchtitan_rl_ft.weights.manifest import (
+    Manifest,
+    WeightsInvalid,
+    read_manifest,
+)
+from torchtitan_rl_ft.weights.proof import Proof, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
@@ -48,18 +55,15 @@ class ServingService:
         folder: RunFolder,
         events: EventSink,
         launcher: Launcher,
-        layout: EngineLayout,
         http: aiohttp.ClientSession,
         transport: WeightTransport,
         *,
-        model_path: Path,
-        seeded: bool,
         randomness: random.Random | None = None,
     ) -> None:
-        self._rollout, self._events, self._layout = rollout, events, layout
-        self._seeded = seeded
+        self._rollout, self._events, self._launcher = rollout, events, launcher
+        self._groups = engine_groups(rollout)
         self._random = randomness or random.SystemRandom()
-        self._vocabulary = _vocabulary(model_path)
+        self._vocabularies = {g.name: _vocabulary(launcher.model_path(g)) for g in self._groups}
         self._versions = VersionStore(folder.weights)
         self._publishing = asyncio.Lock()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
@@ -67,6 +71,7 @@ class ServingService:
         self._records = EngineRecords(folder.path / "serving" / "engines.json")
         self._shared = Shared(
             rollout=rollout,
+            plans=slot_plans(rollout),
             folder=folder,
             events=events,
             launcher=launcher,
@@ -98,7 +103,7 @@ class ServingService:
         newest = self._versions.newest
         if newest is not None:
             try:
-                self.pool.require(await self._target(newest))
+                self.pool.require(await self._targets(newest))
             except (WeightsInvalid, OSError) as e:
                 cause = f"version {newest.version} of an earlier serving cannot be used: {e}"
                 self._events.emit(Kind.WARN, cause=cause, version=newest.version)
@@ -169,7 +174,7 @@ class ServingService:
         try:
             if manifest_digest and read_manifest(path).digest != manifest_digest:
                 raise PublishRefused(f"{path} holds another manifest than {manifest_digest}")
-            manifest, proof = await asyncio.to_thread(make_proof, path, self._layout)
+            manifest, proofs = await asyncio.to_thread(self._prove, path)
         except (WeightsInvalid, OSError, ValueError) as e:
             raise PublishRefused(f"step {step} not published: {e}") from e
         if (manifest.step, manifest.token) != (step, token):
@@ -186,13 +191,22 @@ class ServingService:
                 step=step,
                 version=release.version,
             )
-        target = Target(release, proof)
+        targets = {group: Target(release, proof) for group, proof in proofs.items()}
+        target = next(iter(targets.values()))
+        kind = target.proof.kind
         self._events.emit(
-            Kind.PUBLISH, step=step, version=release.version, path=str(path), proof=proof.kind
+            Kind.PUBLISH, step=step, version=release.version, path=str(path), proof=kind
         )
-        self.pool.require(target)
+        self.pool.require(targets)
         await asyncio.to_thread(self._prune)
         return target
+
+    def _prove(self, path: Path) -> tuple[Manifest, dict[str, Proof]]:
+        """The proof of a published folder for each group that takes it; engines of one layout
+        share one. Reads all weights. Raises WeightsInvalid, OSError."""
+        layouts = {g.name: self._launcher.layout(g) for g in self._groups if takes_versions(g)}
+        manifest, proofs = make_proofs(path, layouts.values())
+        return manifest, {group: proofs[layout] for group, layout in layouts.items()}
 
     def _check_shapes(self, manifest: Manifest) -> None:
         """Every release has the tensors of the first one. Raises PublishRefused."""
@@ -206,13 +220,13 @@ class ServingService:
                     f"in earlier versions {self._shapes.get(name)}"
                 )
 
-    async def _target(self, release: Release) -> Target:
-        """Raises WeightsInvalid, OSError."""
-        manifest, proof = await asyncio.to_thread(make_proof, Path(release.path), self._layout)
+    async def _targets(self, release: Release) -> dict[str, Target]:
+        """Of an earlier serving's release. Raises WeightsInvalid, OSError."""
+        manifest, proofs = await asyncio.to_thread(self._prove, Path(release.path))
         if manifest.digest != release.manifest_digest:
             raise WeightsInvalid(f"{release.path} holds another policy")
         self._check_shapes(manifest)
-        return Target(release, proof)
+        return {group: Target(release, proof) for group, proof in proofs.items()}
 
     def _prune(self) -> None:
         """Remove weights that no engine holds or loads."""
@@ -253,24 +267,28 @@ class ServingService:
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """Raises RequestRejected, RequestFailed."""
-        self._check_tokens(request)
-        if not self._seeded:
-            request = _with_seeds(request, None)
+        try:
+            groups = chosen(self._groups, request.group)
+        except GroupUnknown as e:
+            raise RequestRejected(str(e)) from e
+        self._check_tokens(request, min(self._vocabularies[g.name] for g in groups))
+        if not all(self._launcher.seeded(g) for g in groups):
+            request = replace(request, seeds=None)
         elif request.seeds is None:
             # An engine that honours seeds gives every request without one the same seed.
             seeds = [self._random.randint(0, MAX_SEED) for _ in range(request.n)]
-            request = _with_seeds(request, seeds)
+            request = replace(request, seeds=seeds)
         return await self._router.generate(request)
 
-    def _check_tokens(self, request: GenerateRequest) -> None:
+    def _check_tokens(self, request: GenerateRequest, vocabulary: int) -> None:
         """A token outside the vocabulary ends SGLang's scheduler on a CPU."""
         if not request.input_ids:
             raise RequestRejected("input_ids is empty")
         low, high = min(request.input_ids), max(request.input_ids)
-        if low < 0 or high >= self._vocabulary:
+        if low < 0 or high >= vocabulary:
             raise RequestRejected(
                 f"input_ids has token {low if low < 0 else high}; the model's vocabulary is "
-                f"0..{self._vocabulary - 1}"
+                f"0..{vocabulary - 1}"
             )
 
     # Status ---------------------------------------------------------------------------------
@@ -285,17 +303,6 @@ class ServingService:
             "in_flight": sum(e.in_flight for e in self.pool.engines),
             "wasted_tokens": self._router.wasted_tokens,
         }
-
-
-def _with_seeds(request: GenerateRequest, seeds: list[int] | None) -> GenerateRequest:
-    return GenerateRequest(
-        request.request_id,
-        request.input_ids,
-        request.n,
-        request.sampling,
-        seeds,
-        request.timeout_s,
-    )
 
 
 def _vocabulary(model_path: Path) -> int:

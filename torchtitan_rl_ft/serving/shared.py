@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import aiohttp
 
@@ -16,6 +16,7 @@ from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.weights.installer import Installer
@@ -25,7 +26,7 @@ from torchtitan_rl_ft.weights.transports.base import Release
 
 @dataclass(frozen=True)
 class Target:
-    """The version that every engine is to hold, and how it proves that it does."""
+    """The version that the engines of a group are to hold, and how they prove that they do."""
 
     release: Release
     proof: Proof
@@ -36,6 +37,7 @@ class Shared:
     """Parts that every slot and every life of a pool uses."""
 
     rollout: RolloutSection
+    plans: Sequence[SlotPlan]
     folder: RunFolder
     events: EventSink
     launcher: Launcher
@@ -45,19 +47,31 @@ class Shared:
     records: EngineRecords
     changes: Changes
     deregistration: Deregistration
-    target: Target | None = None
+    targets: dict[str, Target] = field(default_factory=dict)
+    """Group -> what its engines are to hold. Frozen groups have version 0, which is none of the
+    policy's: their own checkpoint."""
+
     engines: Callable[[], Iterable[Engine]] = tuple
     """The present engines of the pool."""
     clock: Callable[[], float] = time.monotonic
+
+    @property
+    def target(self) -> Target | None:
+        """That of the groups that take the policy's versions."""
+        return next((t for t in self.targets.values() if t.release.version > 0), None)
+
+    def target_for(self, plan: SlotPlan) -> Target | None:
+        return self.targets.get(plan.group.name)
 
     @property
     def version(self) -> int:
         """The version that is required; 0 before the first publish."""
         return self.target.release.version if self.target is not None else 0
 
-    def boundary(self) -> Boundary:
-        """For the replacement of an engine that is lost now."""
-        return Boundary(self.rollout.refill_start, self.version)
+    def boundary(self, plan: SlotPlan) -> Boundary:
+        """For the replacement of an engine that is lost now. A frozen one waits for no version."""
+        refill_start = self.rollout.refill_start if plan.takes_versions else "at_once"
+        return Boundary(refill_start, self.version)
 
     def may_start(self, boundary: Boundary) -> bool:
         return boundary.may_start(*self._standing(None))
@@ -67,5 +81,8 @@ class Shared:
         return engine.joins is None or engine.joins.may_join(*self._standing(engine))
 
     def _standing(self, but: Engine | None) -> tuple[int, int, int]:
-        others = sum(e.live and e.duty is Duty.ACTIVE and e is not but for e in self.engines())
+        others = sum(
+            e.live and e.duty is Duty.ACTIVE and e.plan.takes_versions and e is not but
+            for e in self.engines()
+        )
         return self.version, others, self.rollout.min_engines

@@ -17,6 +17,7 @@ from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.life import Life
 from torchtitan_rl_ft.serving.shared import Shared
@@ -35,9 +36,10 @@ class Slot:
     """Runs engine after engine until `close`, or until its start budget is spent. The first one
     may be an adopted one."""
 
-    def __init__(self, index: int, shared: Shared, duty: Duty = Duty.ACTIVE) -> None:
-        self.index, self._shared, self._duty = index, shared, duty
-        self.name = f"engine-{index}"
+    def __init__(self, plan: SlotPlan, shared: Shared) -> None:
+        self.plan, self.index, self._duty = plan, plan.slot, plan.duty
+        self._shared = shared
+        self.name = f"engine-{self.index}"
         self.lives = 0
         self.given_up: str | None = None
         """Why no engine will be started here again."""
@@ -98,6 +100,7 @@ class Slot:
             lost=lost is not None and (engine is None or not engine.live),
             ready=engine is not None and engine.state is EngineState.STANDBY,
             usable=self.given_up is None,
+            group=self.plan.group.name,
         )
 
     @property
@@ -113,14 +116,17 @@ class Slot:
         else:
             shown = {
                 "slot": self.index,
+                "group": self.plan.group.name,
                 "state": str(EngineState.RETIRED),
                 "version": None,
+                "digest": None,
                 "pid": None,
                 "start_time": None,
                 "url": None,
                 "reason": self.given_up or self._last_reason or "not started yet",
                 "in_flight": 0,
                 "log": None,
+                "bootstrap_port": None,
             }
         return {
             **shown,
@@ -214,7 +220,7 @@ class Slot:
 
     def _engine(self, process: EngineProcess) -> Engine:
         client = EngineClient(self._shared.http, process.url, self.name)
-        engine = Engine(self.index, process, client, self._shared.events, self._shared.changes)
+        engine = Engine(self.plan, process, client, self._shared.events, self._shared.changes)
         engine.duty, engine.joins = self._duty, self._lost
         return engine
 

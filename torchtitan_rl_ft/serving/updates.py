@@ -61,7 +61,7 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
             subject=engine.name,
             attempt=attempt,
         )
-        if shared.target is not target:
+        if shared.target_for(engine.plan) is not target:
             return  # superseded meanwhile
         await asyncio.sleep(INSTALL_RETRY_DELAY_S)
     raise Retire(reason)

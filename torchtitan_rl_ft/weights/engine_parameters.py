@@ -34,7 +34,12 @@ class Parameter:
 
 def known_family(config: Mapping[str, Any]) -> bool:
     """Whether the layout of a model with this config.json is known here."""
-    return config.get("model_type") in FAMILIES and "quantization_config" not in config
+    generates = all(a.endswith("ForCausalLM") for a in config.get("architectures") or [])
+    return (
+        config.get("model_type") in FAMILIES
+        and generates  # a reward model has a head of its own
+        and "quantization_config" not in config
+    )
 
 
 def engine_parameters(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,39 @@ def read_and_verify(directory: Path, *, contents: bool = True, finite: bool = Fa
             if finite and has_non_finite(raw, entry.dtype):
                 raise WeightsInvalid(f"{directory}: tensor {name} has NaN or infinite values")
     return manifest
+
+
+def checkpoint_manifest(directory: Path) -> Manifest:
+    """The manifest of a Hugging Face checkpoint that nobody published, made from its files; those
+    of its index, `model.safetensors`, or all. Step 0, no token.
+
+    Reads all weights. Raises WeightsInvalid.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for path in _checkpoint_files(directory):
+        try:
+            with closing(TensorFile(path)) as file:
+                for name, found in file.tensors.items():
+                    with file.raw(name) as raw:
+                        tensors[name] = tensor_entry(found.dtype, found.shape, raw, path.name)
+        except (OSError, TensorFileError) as e:
+            raise WeightsInvalid(f"{directory}: {e}") from e
+    if not tensors:
+        raise WeightsInvalid(f"{directory} holds no weights (*.safetensors)")
+    return Manifest.build(step=0, token="", tensors=tensors)
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    """Raises WeightsInvalid."""
+    index = directory / "model.safetensors.index.json"
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        return [directory / name for name in sorted(names)]
+    except FileNotFoundError:
+        whole = directory / "model.safetensors"
+        return [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        raise WeightsInvalid(f"{index}: not an index of weights: {e}") from e
 
 
 class FolderTensors:

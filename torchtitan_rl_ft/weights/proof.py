@@ -10,7 +10,7 @@ one engine; it cannot catch one that all engines make alike.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,12 +80,20 @@ class Proof:
         return None
 
 
-def make_proof(path: Path, layout: EngineLayout) -> tuple[Manifest, Proof]:
-    """Verify a published folder byte by byte and derive what engines have to show.
+def make_proofs(
+    path: Path, layouts: Iterable[EngineLayout]
+) -> tuple[Manifest, dict[EngineLayout, Proof]]:
+    """Verify a published folder byte by byte and derive what engines of each layout have to show.
 
     Reads all weights: run it in a thread. Raises WeightsInvalid, OSError.
     """
     manifest = read_and_verify(path, finite=True)
+    return manifest, {layout: derive_proof(path, manifest, layout) for layout in set(layouts)}
+
+
+def derive_proof(path: Path, manifest: Manifest, layout: EngineLayout) -> Proof:
+    """The proof of a folder that holds what its manifest says. Reads all weights. Raises
+    WeightsInvalid, OSError."""
     config = json.loads((path / "config.json").read_bytes())
     exact = None
     if known_family(config) and layout.ranks == 1:
@@ -93,7 +101,7 @@ def make_proof(path: Path, layout: EngineLayout) -> tuple[Manifest, Proof]:
             exact = _exact(path, manifest, config, layout)
         except CastUnknown:
             exact = None
-    return manifest, Proof(manifest.model_digest, exact)
+    return Proof(manifest.model_digest, exact)
 
 
 def _exact(
