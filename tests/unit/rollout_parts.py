@@ -12,6 +12,7 @@ from torchtitan_rl_ft.journal.records import CommitRecord, Member, SealedBatch, 
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.models.tiny import EOS, tiny_tokenizer
 from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.generation import (
     Generated,
     GenerateRequest,
@@ -44,6 +45,9 @@ class ScriptedServing:
         self.fail: Callable[[GenerateRequest], Exception | None] = lambda request: None
         self.held: asyncio.Event | None = None  # when set, answers wait for it
         self.version_of: Callable[[GenerateRequest], int] | None = None
+        self.checks: list[float] = []  # limits
+        self.check_held: asyncio.Event | None = None
+        self.check_fails: Exception | None = None
         self._changed = asyncio.Event()
 
     def serve(self, version: int, state: State) -> None:
@@ -55,6 +59,14 @@ class ScriptedServing:
             self._changed.clear()
             await self._changed.wait()
         return self.served
+
+    async def check(self, timeout_s: float) -> list[int]:
+        self.checks.append(timeout_s)
+        if self.check_held is not None:
+            await self.check_held.wait()
+        if self.check_fails is not None:
+            raise self.check_fails
+        return []
 
     async def generate(self, request: GenerateRequest) -> list[Generated]:
         self.requests.append(request)
@@ -96,6 +108,7 @@ class Host:
         max_failures: int = 3,
         eval_prompts: int = 0,
         unavailable_limit_s: float = 30.0,
+        health_check_timeout_s: float = 2.0,
     ) -> None:
         self.serving = serving
         self.events = EventList()
@@ -140,6 +153,9 @@ class Host:
                 final_policy_timeout_s=5.0,
             ),
             self.events,
+            engine_check=EngineCheck(
+                serving, self.events, health_check_timeout_s, on_done=lambda: self.loop.wake()
+            ),
         )
 
     def publish(self) -> None:

@@ -68,7 +68,9 @@ def test_external_engines_alone_are_enough_and_what_starts_engines_is_ignored(
     made = job(tmp_path, rollout(EXTERNAL_ONLY, urls + "\nengine_max_restarts = 9"))
     report = check(made, MACHINE)
     assert report.problems == []
-    assert any("never started: ignored" in w and "engine_max_restarts" in w for w in report.warnings)
+    assert any(
+        "never started: ignored" in w and "engine_max_restarts" in w for w in report.warnings
+    )
     none = job(tmp_path, EXTERNAL_ONLY)
     assert any("needs external ones" in p for p in check(none, MACHINE).problems)
     too_many = job(tmp_path, rollout(EXTERNAL_ONLY, urls.replace("= 2", "= 3")))

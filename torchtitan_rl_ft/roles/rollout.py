@@ -24,6 +24,7 @@ from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.rollout import plugins, schedule, service
+from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.generation import ServingClient
 from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
 from torchtitan_rl_ft.rollout.judging import Judge
@@ -115,10 +116,23 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
         )
+        check = EngineCheck(
+            client,
+            events,
+            sections.rollout.health_check_timeout,
+            on_done=lambda: loop.wake(),
+        )
         watch = PolicyWatch(client, on_change=lambda: loop.wake())
         try:
             loop = RolloutLoop(
-                ledger, source, rollout, watch, starvation, loop_settings(resolved), events
+                ledger,
+                source,
+                rollout,
+                watch,
+                starvation,
+                loop_settings(resolved),
+                events,
+                engine_check=check,
             )
         except ValueError as e:
             raise ConfigError(f"rl.data_source = {sections.rl.data_source!r}: {e}") from e

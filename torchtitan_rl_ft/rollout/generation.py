@@ -14,6 +14,8 @@ import aiohttp
 GRACE_S = 10.0
 """Beyond a request's own limit, for the answer to travel."""
 
+CHECK_GRACE_S = 1.0
+
 FINISHED = ("stop", "length")
 SEED_BITS = 31
 
@@ -115,6 +117,14 @@ class ServingClient:
         if int(answer["version"]) <= after:
             return None
         return ServedPolicy(int(answer["version"]), int(answer["step"]), str(answer["token"]))
+
+    async def check(self, timeout_s: float) -> list[int]:
+        """Have serving probe its engines; slots of those found dead. Raises ServingUnavailable,
+        GenerationFailed."""
+        answer = await self._request(
+            "POST", "/v1/check", timeout_s=timeout_s + CHECK_GRACE_S, json={"timeout_s": timeout_s}
+        )
+        return [int(slot) for slot in answer["retired"]]
 
     async def _request(self, method: str, path: str, *, timeout_s: float, **kwargs: Any) -> Any:
         url = self._find_url()

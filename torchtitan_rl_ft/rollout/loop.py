@@ -21,6 +21,7 @@ from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import NewGroup, PromptGroup
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.rollout import schedule
+from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.evaluation import evaluate
 from torchtitan_rl_ft.rollout.generation import ServedPolicy
 from torchtitan_rl_ft.rollout.group_rollout import Dropped, GroupRollout
@@ -59,14 +60,16 @@ class RolloutLoop:
         settings: LoopSettings,
         events: EventSink,
         *,
+        engine_check: EngineCheck | None = None,
         mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up what the journal holds: the source's position, pending prompts (rolled out
-        again) and accepted groups. Raises ValueError when the position is of another source."""
+        again) and accepted groups. `engine_check` comes before every batch and after the
+        evaluation. Raises ValueError when the position is of another source."""
         self._ledger, self._journal = ledger, ledger.journal
         self._source, self._rollout, self._watch = source, rollout, watch
         self._starvation, self._settings, self._events = starvation, settings, events
-        self._rules = settings.rules
+        self._rules, self._engine_check = settings.rules, engine_check
         self._mono_s = mono_s
         self._wake = asyncio.Event()
         self._queue: deque[PromptGroup] = deque(self._journal.pending())
@@ -136,6 +139,8 @@ class RolloutLoop:
                 self._collect()
         finally:
             await _cancelled([watching, *self._tasks.values()])
+            if self._engine_check is not None:
+                await self._engine_check.close()
             self._tasks.clear()
 
     async def _woken(self) -> None:
@@ -186,6 +191,8 @@ class RolloutLoop:
             self._drop(group_id, f"too old: policy age {age}, at most {self._rules.max_age}")
         if not choice.seal:
             return False
+        if self._engine_check is not None and not self._engine_check.done():
+            return False
         batch = seal(
             [self._accepted[i] for i in choice.seal],
             version=version,
@@ -195,6 +202,8 @@ class RolloutLoop:
         now = self._mono_s()
         started = [self._started_mono_s.pop(i) for i in choice.seal if i in self._started_mono_s]
         batch.meta["rollout/span_s"] = now - min(started, default=now)
+        if self._engine_check is not None:
+            batch.meta["rollout/engine_check_s"] = self._engine_check.took_s
         self._journal.seal(batch, choice.seal)
         for group_id in choice.seal:
             del self._accepted[group_id]
@@ -320,6 +329,8 @@ class RolloutLoop:
             return
         prompts = self._source.held_out(self._settings.eval_prompts)
         found = await evaluate(self._rollout, prompts, policy, self._settings.max_concurrent_groups)
+        if self._engine_check is not None:
+            await self._engine_check.run()
         text = json.dumps(found.to_json(), indent=1, allow_nan=False)
         write_atomic(self._settings.eval_path, text.encode() + b"\n")
         if found.reward is None:
