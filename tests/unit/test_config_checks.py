@@ -298,6 +298,15 @@ def test_health_times_must_be_positive(report: Reporter, key: str, value: str) -
 
 
 @pytest.mark.row("A2")
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_the_failure_threshold_must_be_positive(report: Reporter, value: str) -> None:
+    key = "rollout.health_check_failure_threshold"
+    assert report(f"--{key}", value).problems == [
+        f"{key} must be positive: {key} = {value} (command line)"
+    ]
+
+
+@pytest.mark.row("A2")
 def test_the_first_wait_may_be_zero_but_not_negative(report: Reporter) -> None:
     assert report("--rollout.health_check_first_wait", "0").problems == []
     assert len(report("--rollout.health_check_first_wait", "-1").problems) == 1
@@ -306,6 +315,10 @@ def test_the_first_wait_may_be_zero_but_not_negative(report: Reporter) -> None:
 SUSPICIOUS = [
     ("--rl.samples_per_prompt 1 --rl.groups_per_step 128", "rl.samples_per_prompt"),
     ("--rollout.temperature 0", "rollout.temperature"),
+    (
+        "--rollout.health_check_failure_threshold 1",
+        "rollout.health_check_failure_threshold",
+    ),
     ("--rl.max_policy_age 2", "rl.max_policy_age"),
     ("--rollout.max_concurrent_groups 1", "rollout.max_concurrent_groups"),
     ("--rollout.no-journal", "rollout.journal"),

@@ -100,6 +100,15 @@ def test_an_empty_file_has_slimes_health_times(tmp_path: Path) -> None:
     assert times == (600, 600, 600, 60)
 
 
+@pytest.mark.row("A1")
+@pytest.mark.parametrize("flag", ["true", "false"])
+def test_the_legacy_flag_changes_nothing(tmp_path: Path, flag: str) -> None:
+    plain = job(tmp_path)
+    legacy = job(tmp_path, f"[rollout]\nuse_fault_tolerance = {flag}\n")
+    legacy.values["rollout"]["use_fault_tolerance"] = plain.get("rollout.use_fault_tolerance")
+    assert legacy.values == plain.values
+
+
 @pytest.mark.row("A2")
 def test_the_cleanup_time_is_independent(tmp_path: Path) -> None:
     rollout = job(tmp_path, "[rollout]\nhealth_check_timeout = 5\n").sections.rollout

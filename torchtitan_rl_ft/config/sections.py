@@ -235,10 +235,11 @@ class RolloutSection:
     """Seconds between background probes."""
 
     health_check_timeout: float = 600.0
-    """Seconds within which a probe must be answered."""
+    """Seconds within which one of the probes of a check must be answered."""
 
     health_check_failure_threshold: int = 2
-    """Failed probes in a row, without a token in between, that mean death."""
+    """Probes that all have to fail, within health_check_timeout and without a token of any
+    request, before an engine is taken for dead."""
 
     cleanup_timeout: float = 60.0
     """Seconds for all clean-up together."""

@@ -31,7 +31,11 @@ def serving(job: Job) -> Iterator[str]:
 def health_times(job: Job) -> Iterator[str]:
     yield from job.not_negative("rollout", "health_check_first_wait")
     yield from job.positive(
-        "rollout", "health_check_interval", "health_check_timeout", "cleanup_timeout"
+        "rollout",
+        "health_check_interval",
+        "health_check_timeout",
+        "health_check_failure_threshold",
+        "cleanup_timeout",
     )
 
 

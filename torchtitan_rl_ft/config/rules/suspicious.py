@@ -63,6 +63,12 @@ def suspicious(job: Job) -> list[str]:
         "rollout.engines",
     )
     warn(
+        rollout.health_check_failure_threshold == 1,
+        "one failed probe, and be it a lost connection, retires an engine: 2 tell a fault from "
+        "a blip and find a hang no later",
+        "rollout.health_check_failure_threshold",
+    )
+    warn(
         not rollout.journal and debug_mode(rollout) is DebugMode.NONE,
         "without a journal a fault loses samples, and a restart does not continue the history",
         "rollout.journal",
