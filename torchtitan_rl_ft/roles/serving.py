@@ -12,6 +12,7 @@ from typing import Protocol
 
 import aiohttp
 
+from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.config.sections import RolloutSection, Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
@@ -42,14 +43,15 @@ def main(resolved: HasSections) -> int:
     sections = resolved.sections
     folder = RunFolder(sections.job.dump_folder)
     model_path = Path(sections.model.hf_assets_path or folder.model)
-    problem = _problem(sections.rollout, model_path)
+    launcher = SGLangLauncher(sections.rollout, model_path, folder, on_cpu=not has_accelerator())
+    problem = _problem(sections.rollout, launcher)
     if problem is not None:
         print(f"torchtitan: error: serving: {problem}", file=sys.stderr)
         return ExitCode.CONFIG
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
-        return asyncio.run(_serve(sections, folder, model_path, events))
+        return asyncio.run(_serve(sections, folder, launcher, events))
     except (PoolFailed, VersionsCorrupt, OSError) as e:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: serving: {e}", file=sys.stderr)
@@ -60,21 +62,25 @@ def main(resolved: HasSections) -> int:
         events.close()
 
 
-def _problem(rollout: RolloutSection, model_path: Path) -> str | None:
+def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
     """Why serving cannot start with this configuration, or None."""
     try:
         make_transport(rollout.weight_transport)
     except TransportUnknown as e:
         return str(e)
-    return check_model_folder(model_path) or interpreter_problem(rollout, os.environ)
+    for group in engine_groups(rollout):
+        if (problem := check_model_folder(launcher.model_path(group))) is not None:
+            return f"group {group.name}: {problem}" if rollout.groups else problem
+    return interpreter_problem(rollout, os.environ)
 
 
-async def _serve(sections: Sections, folder: RunFolder, model_path: Path, events: EventLog) -> int:
+async def _serve(
+    sections: Sections, folder: RunFolder, launcher: SGLangLauncher, events: EventLog
+) -> int:
     """Raises PoolFailed, VersionsCorrupt, OSError."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    launcher = SGLangLauncher(sections.rollout, model_path, folder, on_cpu=not has_accelerator())
     async with contextlib.AsyncExitStack() as stack:
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

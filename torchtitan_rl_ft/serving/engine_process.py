@@ -112,15 +112,18 @@ class EngineProcess:
     @property
     def ended(self) -> str | None:
         """How one of the processes ended, in words; None while all run."""
-        gone = [p for p in self.processes if _ended(p)]
-        return process.describe(gone[0].returncode) if gone else None
+        for node, root in enumerate(self.processes):
+            if _ended(root):
+                how = process.describe(root.returncode)
+                return f"node {node}: {how}" if len(self.processes) > 1 else how
+        return None
 
     async def wait(self) -> str:
         """Until one of the processes ends; says how."""
         waits = [asyncio.ensure_future(p.wait()) for p in self.processes]
         try:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            return process.describe(next(w for w in waits if w in done).result())
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return self.ended or "ended"
         finally:
             for wait in waits:
                 wait.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torchtitan_rl_ft.config.groups import POLICY, engine_groups, takes_versions
@@ -65,6 +65,24 @@ def _first_slot(role: str, groups: Sequence[EngineGroup]) -> int:
             return first
         first += group.engines
     raise KeyError(role)
+
+
+def shortage(plans: Sequence[SlotPlan], given_up: Collection[int], floor: int) -> str | None:
+    """What is missing when the engines of the slots `given_up` never come back, or None.
+    `floor` is `rollout.min_engines`."""
+    usable = [p for p in plans if p.slot not in given_up]
+    roles = {(p.unit, p.group.role) for p in usable}
+    halves = {u for u, _ in roles if (u, "prefill") in roles and (u, "decode") in roles}
+    policy = [
+        p for p in usable if p.takes_versions and (p.group.role == "regular" or p.unit in halves)
+    ]
+    of_all = sum(p.takes_versions for p in plans)
+    if len(policy) < floor:
+        return f"{len(policy)} of {of_all} engines are left, rollout.min_engines is {floor}"
+    for name in {p.group.name: None for p in plans if not p.takes_versions}:
+        if not any(p.group.name == name for p in usable):
+            return f"no engine of group {name} is left"
+    return None
 
 
 class GroupUnknown(Exception):

@@ -32,15 +32,17 @@ class Life:
         self.lost: Boundary | None = None
         """What its replacement has to wait for, once it is retired."""
         self._worker: WorkerGone | None = None
+        self._unit = shared.unit(engine.plan)
 
     async def run(self) -> str:
         """Why the engine was retired. A process exit is noticed at once."""
         engine = self.engine
-        tasks = [
+        tasks: list[asyncio.Future[str]] = [
             asyncio.create_task(engine.process.wait()),
             asyncio.create_task(_reason(self._keep_current())),
             asyncio.create_task(_reason(self._watch_workers())),
             asyncio.create_task(_reason(self._shared.prober.watch(engine))),
+            self._unit.join(engine),
         ]
         reason = "serving ends"
         try:
@@ -149,6 +151,7 @@ class Life:
         engine, shared = self.engine, self._shared
         self.lost = shared.boundary(engine.plan)
         engine.move(EngineState.RETIRED, reason)
+        self._unit.leave(engine, reason)
         engine.client.fence()
         await shared.deregistration.forget(engine)
         # How it ended by itself; what is still running is killed next, which is no news.

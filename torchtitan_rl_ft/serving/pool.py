@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.serving.duties import Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.groups import shortage
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
@@ -86,7 +89,32 @@ class EnginePool:
         self._shared.changes.notify()
 
     def serving(self, version: int) -> list[Engine]:
-        return [e for e in self.engines if e.serves(version)]
+        """Engines that can answer with the policy's `version`: a half of disaggregated ones only
+        where the other half can too."""
+        ready = [e for e in self.engines if e.plan.takes_versions and e.serves(version)]
+        whole = {e.plan.unit for e in ready if e.group.role == "prefill"}
+        whole &= {e.plan.unit for e in ready if e.group.role == "decode"}
+        return [e for e in ready if e.group.role == "regular" or e.plan.unit in whole]
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Each group and how many of its engines hold what they should."""
+        found = []
+        for group in engine_groups(self._shared.rollout):
+            target = self._shared.targets.get(group.name)
+            version = target.release.version if target is not None else None
+            present = [e for e in self.engines if e.group.name == group.name]
+            current = sum(version is not None and e.serves(version) for e in present)
+            found.append(
+                {
+                    "name": group.name,
+                    "role": group.role,
+                    "engines": group.engines,
+                    "serving": current,
+                    "version": version or None,  # frozen groups have none
+                    "digest": target.proof.model_digest if target is not None else None,
+                }
+            )
+        return found
 
     async def check(self, timeout_s: float) -> tuple[int, list[int]]:
         """Probe every engine that serves, now and all at once, whatever the waits. Returns how
@@ -108,7 +136,8 @@ class EnginePool:
     def all_current(self, version: int) -> bool:
         """Every engine that is up and meant to serve `version` does, and there is one. Engines
         that start, stand by, or die, hold nobody up."""
-        meant = [e for e in self.engines if e.live and e.duty is Duty.ACTIVE]
+        policy = [e for e in self.engines if e.plan.takes_versions]
+        meant = [e for e in policy if e.live and e.duty is Duty.ACTIVE]
         meant = [e for e in meant if e.serves(version) or self._shared.may_join(e)]
         return bool(meant) and all(e.serves(version) for e in meant)
 
@@ -122,21 +151,17 @@ class EnginePool:
             self._check_floor()
 
     def _broken(self) -> bool:
-        return self._below_floor() or any(self._failures())
+        return self._shortage() is not None or any(self._failures())
 
     def _failures(self) -> Iterator[BaseException]:
         return (f for f in (slot.failure for slot in self.slots) if f is not None)
 
-    def _below_floor(self) -> bool:
-        usable = sum(s.given_up is None for s in self.slots)
-        return usable < self._shared.rollout.min_engines
+    def _shortage(self) -> str | None:
+        given_up = {s.index for s in self.slots if s.given_up is not None}
+        return shortage(self._shared.plans, given_up, self._shared.rollout.min_engines)
 
     def _check_floor(self) -> None:
-        if self._below_floor():
+        if (missing := self._shortage()) is not None:
             given_up = [s.given_up for s in self.slots if s.given_up is not None]
-            usable = len(self.slots) - len(given_up)
-            raise PoolFailed(
-                f"{usable} of {len(self.slots)} engines are left, rollout.min_engines is "
-                f"{self._shared.rollout.min_engines}: {given_up[-1]}",
-                never_up=not any(s.came_up for s in self.slots),
-            )
+            never_up = not any(s.came_up for s in self.slots)
+            raise PoolFailed(f"{missing}: {given_up[-1]}", never_up=never_up)

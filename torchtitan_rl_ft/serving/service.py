@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from torchtitan_rl_ft.config.groups import engine_groups, takes_versions
-from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.adoption import inherit
@@ -23,7 +23,7 @@ from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.launch import Launcher
-from torchtitan_rl_ft.serving.pool import EnginePool
+from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.router import GenerateRequest, RequestRejected, Router
 from torchtitan_rl_ft.serving.samples import Sample
@@ -34,12 +34,16 @@ from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.manifest import (
     Manifest,
     WeightsInvalid,
+    checkpoint_manifest,
     read_manifest,
 )
-from torchtitan_rl_ft.weights.proof import Proof, make_proofs
+from torchtitan_rl_ft.weights.proof import Proof, derive_proof, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
+
+FROZEN_VERSION = 0
+"""Of what frozen engines hold: no version of the policy, which count from 1."""
 
 
 class PublishRefused(Exception):
@@ -68,6 +72,7 @@ class ServingService:
         self._publishing = asyncio.Lock()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
+        self._frozen: list[asyncio.Task[None]] = []
         self._records = EngineRecords(folder.path / "serving" / "engines.json")
         self._shared = Shared(
             rollout=rollout,
@@ -107,6 +112,11 @@ class ServingService:
             except (WeightsInvalid, OSError) as e:
                 cause = f"version {newest.version} of an earlier serving cannot be used: {e}"
                 self._events.emit(Kind.WARN, cause=cause, version=newest.version)
+        self._frozen = [
+            asyncio.create_task(self._require_frozen(g))
+            for g in self._groups
+            if not takes_versions(g)
+        ]
         self.pool.open(await self._inherit())
 
     async def _inherit(self) -> dict[int, EngineRecord]:
@@ -122,12 +132,30 @@ class ServingService:
         await asyncio.to_thread(self._records.keep, found.adopted.values())
         return found.adopted
 
+    async def _require_frozen(self, group: EngineGroup) -> None:
+        """Have the engines of a frozen group show their checkpoint. It may take as long to read
+        as they take to start. Raises PoolFailed."""
+        path, layout = self._launcher.model_path(group), self._launcher.layout(group)
+        try:
+            manifest = await asyncio.to_thread(checkpoint_manifest, path)
+            proof = await asyncio.to_thread(derive_proof, path, manifest, layout)
+        except (WeightsInvalid, OSError, ValueError) as e:
+            raise PoolFailed(f"group {group.name}: {e}", never_up=True) from e
+        own = Release(FROZEN_VERSION, 0, "", str(path), manifest.digest)
+        self.pool.require({group.name: Target(own, proof)})
+
     async def close(self) -> None:
+        for task in self._frozen:
+            task.cancel()
         await self.pool.close()
 
     async def run_until_failed(self) -> None:
         """Raises PoolFailed."""
-        await self.pool.run_until_failed()
+        failing = asyncio.create_task(self.pool.run_until_failed())
+        try:
+            await asyncio.gather(failing, *self._frozen)
+        finally:
+            failing.cancel()
 
     # Versions -------------------------------------------------------------------------------
 
@@ -299,6 +327,7 @@ class ServingService:
             "version": self.version,
             "step": target.release.step if target is not None else None,
             "proof": target.proof.kind if target is not None else None,
+            "groups": self.pool.groups(),
             "engines": [slot.to_json() for slot in self.pool.slots],
             "in_flight": sum(e.in_flight for e in self.pool.engines),
             "wasted_tokens": self._router.wasted_tokens,

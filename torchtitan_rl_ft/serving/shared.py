@@ -19,6 +19,7 @@ from torchtitan_rl_ft.serving.engine_records import EngineRecords
 from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.prober import Prober
+from torchtitan_rl_ft.serving.unit import Unit
 from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.proof import Proof
 from torchtitan_rl_ft.weights.transports.base import Release
@@ -53,7 +54,11 @@ class Shared:
 
     engines: Callable[[], Iterable[Engine]] = tuple
     """The present engines of the pool."""
+    units: dict[int, Unit] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
+
+    def unit(self, plan: SlotPlan) -> Unit:
+        return self.units.setdefault(plan.unit, Unit())
 
     @property
     def target(self) -> Target | None:

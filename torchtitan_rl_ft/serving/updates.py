@@ -38,6 +38,9 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     """Have `engine` serve `target`, or leave it STALE when another target was set meanwhile.
     Raises Retire when it cannot be brought there."""
     release, installer = target.release, shared.installer
+    if not engine.plan.takes_versions:
+        await _show(engine, target, shared)
+        return
     if engine.state is not EngineState.STALE:
         engine.move(EngineState.STALE, f"version {release.version} is required")
     if engine.unproved:
@@ -65,6 +68,21 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
             return  # superseded meanwhile
         await asyncio.sleep(INSTALL_RETRY_DELAY_S)
     raise Retire(reason)
+
+
+async def _show(engine: Engine, target: Target, shared: Shared) -> None:
+    """Have an engine of a frozen group show that it holds its own checkpoint. Raises Retire: its
+    successor loads it anew."""
+    engine.unproved = False
+    async with quiet(engine, shared.rollout.install_timeout_s):
+        engine.move(EngineState.INSTALLING, "shows what it has loaded")
+        try:
+            await shared.installer.prove_own(engine.client, target.proof)
+        except INSTALL_ERRORS as e:
+            raise Retire(f"does not hold the checkpoint in {target.release.path}: {e}") from e
+        engine.version, engine.digest = target.release.version, target.proof.model_digest
+        reason = f"holds its own checkpoint, proved by checksum ({target.proof.kind})"
+        engine.move(EngineState.SERVING, reason)
 
 
 async def _attempt(

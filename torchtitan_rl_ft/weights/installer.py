@@ -83,7 +83,7 @@ class Installer:
         flush = self._pause_mode != "in_place"
         await engine.load(str(path), release.version, flush, left_s())
         loaded = self._clock()
-        await _prove(engine, release, proof, before, digest_before, left_s)
+        await _prove(engine, release.version, proof, before, digest_before, left_s)
         proved = self._clock()
         await engine.resume(left_s())
         done = self._clock()
@@ -106,15 +106,25 @@ class Installer:
         paused = self._clock()
         if not proof.settled:
             raise InstallFailed("no engine has shown yet what the release looks like")
-        await _prove(engine, release, proof, [], None, left_s)
+        await _prove(engine, release.version, proof, [], None, left_s)
         proved = self._clock()
         await engine.resume(left_s())
         return Installed(0.0, 0.0, proved - paused, self._clock() - start)
 
+    async def prove_own(self, engine: WeightTarget, proof: Proof) -> None:
+        """Have an engine show that it holds the checkpoint that it was started from, and was
+        never given another. It need not be paused: nothing changes. Raises as `install`."""
+        start = self._clock()
+
+        def left_s() -> float:
+            return max(0.001, start + self._timeout_s - self._clock())
+
+        await _prove(engine, None, proof, [], None, left_s)
+
 
 async def _prove(
     engine: WeightTarget,
-    release: Release,
+    version: int | None,
     proof: Proof,
     before: Checksums,
     digest_before: str | None,
@@ -122,8 +132,8 @@ async def _prove(
 ) -> None:
     """Raises InstallFailed."""
     held = await engine.held_version(left_s())
-    if held != release.version:
-        raise InstallFailed(f"the engine reports version {held}, not {release.version}")
+    if held != version:
+        raise InstallFailed(f"the engine reports version {held}, not {version}")
     problem = proof.problem(await engine.checksums(left_s()), before, digest_before)
     if problem is not None:
         raise InstallFailed(problem)
