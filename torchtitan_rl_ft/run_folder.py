@@ -210,7 +210,17 @@ class RunFolder:
     def forget_token(self) -> None:
         self._token_file().unlink(missing_ok=True)
 
+    def set_token(self, token: str) -> None:
+        """Go on with the secret of an earlier run, for the roles that are started by hand too."""
+        self._token_file().parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(self._token_file(), token.encode())  # mode 0600
+
     def _token_file(self) -> Path:
-        state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         name = str(self.path).strip("/").replace("/", "%")
-        return Path(state) / "torchtitan_rl_ft" / f"{name[-200:]}.token"
+        return state_home() / f"{name[-200:]}.token"
+
+
+def state_home() -> Path:
+    """Where this package keeps what is private to the user and this machine."""
+    state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "torchtitan_rl_ft"

@@ -39,6 +39,7 @@ RULES = (
     groups.engine_group_tables,
     groups.floor,
     groups.placement,
+    service.session,
     service.health_times,
     journaling.resumable,
     journaling.dump_files,

@@ -49,6 +49,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
     EVAL = "eval"  # greedy evaluation; data: reward, prompts
+    SESSION = "session"  # serving has another owner, or none; phase: attach, detach, ...
     WARN = "warn"  # suspicious, the run goes on; cause
     CHAOS = "chaos"  # phase: inject, lift; cause: the line; data: fault, subject, pid, late_s
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from torchtitan_rl_ft.config.rules.job import Job
+
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def serving(job: Job) -> Iterator[str]:
@@ -26,6 +29,21 @@ def serving(job: Job) -> Iterator[str]:
         yield job.broken("top_k must be -1 (all) or at least 1", "rollout.top_k")
     if rollout.engine_python and not job.machine.find_program(rollout.engine_python):
         yield job.broken("there is no such interpreter", "rollout.engine_python")
+
+
+def session(job: Job) -> Iterator[str]:
+    yield from job.not_negative("rollout", "retain_ttl")
+    name = job.resolved.sections.rollout.session_id
+    if name and not SESSION_ID.fullmatch(name):
+        yield job.broken(
+            "the name of a session is 1 to 100 letters, digits, '.', '_', '-', and begins with a "
+            "letter or digit",
+            "rollout.session_id",
+        )
+    if job.resolved.sections.rollout.keep_serving and not job.resolved.get("rollout.retain_ttl"):
+        yield job.broken(
+            "nothing is kept for 0 seconds", "rollout.keep_serving", "rollout.retain_ttl"
+        )
 
 
 def health_times(job: Job) -> Iterator[str]:
