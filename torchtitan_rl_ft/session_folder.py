@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,9 @@ class SessionRecord:
     last_attempt: str = ""
     """The owner, or the one that let go last."""
 
+    run_folder: str = ""
+    """Where that one works, and serving with it."""
+
     published: bool = False
     """The owner's trainer has published a policy."""
 
@@ -175,9 +178,13 @@ def sessions_home() -> Path:
 class SessionFolder:
     """Paths of one session and its record."""
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(self, session_id: str, home: Path | None = None) -> None:
         self.id = session_id
-        self.path = sessions_home() / session_id
+        self.path = (home or sessions_home()) / session_id
+
+    @classmethod
+    def at(cls, path: Path) -> SessionFolder:
+        return cls(path.name, path.parent)
 
     @classmethod
     def all(cls) -> list[SessionFolder]:
@@ -235,6 +242,15 @@ class SessionFolder:
                 f"{self.engines} cannot be read ({type(e).__name__}: {e})"
             ) from e
 
+    def living(self) -> bool:
+        """Whether something of the session lives, or may live: its owner, its serving role, an
+        engine. Raises SessionUnreadable."""
+        record = self.read()
+        known = [] if record is None else [record.serving, record.owner]
+        if any(p is not None and p.alive() is not False for p in known):
+            return True
+        return any(p.alive() for hold in self.engine_holds() for p in hold.processes)
+
     # Secret and locks -------------------------------------------------------------------
 
     def token(self) -> str | None:
@@ -248,7 +264,7 @@ class SessionFolder:
         write_atomic(self.path / "token", token.encode())  # mode 0600
 
     @contextlib.contextmanager
-    def serving_lock(self) -> Iterator[None]:
+    def serving_lock(self) -> Generator[None]:
         """Hold the session for one serving process; the kernel lets go when it dies.
 
         Raises SessionBusy.

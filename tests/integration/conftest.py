@@ -103,7 +103,12 @@ def start_serving(run: Path, **rollout: Any) -> ServingRole:
     with open(run / "role.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, str(FAKES / "serving_host.py"), json.dumps(given)],
-            env={**os.environ, TOKEN_ENV: TOKEN, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                TOKEN_ENV: TOKEN,
+                "OMP_NUM_THREADS": "1",
+                "XDG_STATE_HOME": str(run / "state"),
+            },
             stdout=log,
             stderr=subprocess.STDOUT,
         )

@@ -329,10 +329,11 @@ async def role_apps(folder: Path) -> dict[str, web.Application]:
     run = resolved.run_folder
     make_tiny_model(run.model, 0)
     events = EventList()
-    serve = serving._serve(resolved.sections, run, run.model, events)
+    serve = serving._serve(resolved, run.model, events)
     roll_out = rollout._run(resolved, run, events)
     with (
-        patch.dict(os.environ, {TOKEN_ENV: "token"}),
+        patch.dict(os.environ, {TOKEN_ENV: "token", "XDG_STATE_HOME": str(folder / "state")}),
+        patch.object(serving, "guard", AsyncMock()),  # no warden
         patch.object(rpc_server, "start", caught),
         patch.object(rollout, "start", caught),
         patch.object(ServingService, "open", AsyncMock()),  # no engines

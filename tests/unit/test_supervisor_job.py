@@ -17,6 +17,7 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import Kind, read_events
 from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.lifecycle import Duty
+from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, ProcessId, RunFolder
 
 HARNESS = textwrap.dedent(
@@ -184,10 +185,10 @@ def test_prepare_clears_dead_roles_and_keeps_the_model(home):
     file = folder.path / "roles" / "serving.json"
     address = json.loads(file.read_text()) | {"pid": gone.pid, "start_time": gone.start_time}
     file.write_text(json.dumps(address))
-    assert job.prepare(resolved) is Start.FRESH
+    assert job.prepare(resolved, Session(resolved)) is Start.FRESH
     assert folder.roles() == []
     before = (folder.model / "model.safetensors").stat().st_mtime_ns
-    assert job.prepare(resolved) is Start.FRESH
+    assert job.prepare(resolved, Session(resolved)) is Start.FRESH
     assert (folder.model / "model.safetensors").stat().st_mtime_ns == before
 
 
@@ -195,14 +196,14 @@ def test_prepare_refuses_beside_a_living_serving_role(home):
     resolved = resolve(arguments(home / "run", "--recovery.auto_continue_train"))
     resolved.run_folder.register("serving", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-        job.prepare(resolved)
+        job.prepare(resolved, Session(resolved))
 
 
 def test_model_directory_of_ones_own_is_not_made(home):
     hf = home / "hf"
     hf.mkdir()
     resolved = resolve(arguments(home / "run", "--model.hf_assets_path", str(hf)))
-    job.prepare(resolved)
+    job.prepare(resolved, Session(resolved))
     assert not resolved.run_folder.model.exists()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.session_identity import identify
+from torchtitan_rl_ft.session_folder import SessionFolder
 
 # The journal's names; configuration lies below it, so a test keeps them equal.
 CHECKPOINT_MARKER = "commit.json"
@@ -36,7 +38,7 @@ class Found:
     """A journal that holds something."""
 
     session_alive: bool
-    """The serving role of an earlier job is still up."""
+    """Something of the job's serving session lives: its owner, its serving role, an engine."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def decide(found: Found, wish: Wish) -> StartDecision:
         return _refuse(
             f"{earlier}: set recovery.auto_continue_train = true to go on with it, or "
             "job.dump_folder to another folder"
+            + ("; `torchtitan stop` ends the session" if found.session_alive else "")
         )
     if not found.checkpoint and wish.exit_on_missing_checkpoint:
         return _refuse(
@@ -117,14 +120,16 @@ def _refuse(reason: str) -> StartDecision:
 
 
 def observe(resolved: Resolved) -> Found:
-    """Look into the run folder of a job; a folder that does not exist is empty."""
+    """Look into the run folder of a job, which is empty when it does not exist, and for its
+    session. Raises SessionUnreadable."""
     folder = resolved.run_folder
     serving = folder.role("serving")
     return Found(
         path=str(folder.path),
         checkpoint=_has_checkpoint(folder.path / resolved.get("checkpoint.folder")),
         journal=_has_journal(folder.journal / JOURNAL_FILE),
-        session_alive=serving is not None and serving.alive(),
+        session_alive=(serving is not None and serving.alive())
+        or SessionFolder(identify(resolved).id).living(),
     )
 
 

@@ -39,6 +39,12 @@ class Footprint:
             if pid in pids:
                 self.ports.add(port)
 
+    def forget(self, processes: Iterable[ProcessId]) -> None:
+        """Leave these, and what they map, out from now on."""
+        for process in processes:
+            self.processes.discard(process)
+            self.shared_memory -= mapped_shared_memory(process.pid)
+
     def leftovers(self) -> list[str]:
         """What of it is still there, one line each."""
         alive = {p.pid for p in self.processes if p.alive()}

@@ -102,6 +102,12 @@ class EventLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._run, self._role, self._name, self._attempt = run, role, name, attempt
 
+    def move(self, path: Path, run: str) -> None:
+        """Append to the events of another run from now on."""
+        other = EventLog(path, run=run, role=self._role, name=self._name, attempt=self._attempt)
+        self.close()
+        self._path, self._fd, self._run = path, other._fd, run
+
     def emit(
         self,
         kind: Kind,

@@ -16,7 +16,9 @@ from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles.keeper import RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty
+from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.session_folder import SessionUnreadable
 
 
 @contextmanager
@@ -40,20 +42,25 @@ def exclusive(folder: RunFolder) -> Generator[None]:
         os.close(fd)
 
 
-def prepare(resolved: Resolved) -> start_state.Start:
-    """Make the run folder ready for its roles. Called with the folder held.
+def prepare(resolved: Resolved, session: Session) -> start_state.Start:
+    """Make the run folder ready for its roles, and the session that an earlier job has left.
+    Called with the folder held.
 
-    Raises ConfigError (the folder's state does not allow a start), OSError.
+    Raises ConfigError (the state of folder or session does not allow a start), OSError.
     """
     folder = resolved.run_folder
-    decision = start_state.decide(start_state.observe(resolved), start_state.Wish.of(resolved))
+    try:
+        found = start_state.observe(resolved)
+    except SessionUnreadable as e:
+        raise ConfigError(str(e)) from None
+    decision = start_state.decide(found, start_state.Wish.of(resolved))
     if decision.start is start_state.Start.REFUSE:
         raise ConfigError(decision.reason)
     if decision.start is start_state.Start.REATTACH:
-        raise ConfigError(
-            f"a serving role is alive in {folder.path}: end it first (process "
-            f"{_serving_pid(folder)}), `torchtitan run` starts its own"
-        )
+        session.take_over()
+        _refuse_stranger(folder, session)
+    else:
+        session.forget_dead()
     for role in folder.roles():
         if not role.alive():
             folder.unregister(role.name)
@@ -78,9 +85,16 @@ def _make_model(resolved: Resolved) -> None:
         make_tiny_model(resolved.run_folder.model, model.init_seed)
 
 
-def _serving_pid(folder: RunFolder) -> int | None:
+def _refuse_stranger(folder: RunFolder, session: Session) -> None:
+    """Raises ConfigError when the run folder names a living serving role that is not the
+    session's."""
     serving = folder.role("serving")
-    return serving.pid if serving is not None else None
+    known = session.serving.pid if session.serving is not None else None
+    if serving is not None and serving.alive() and serving.pid != known:
+        raise ConfigError(
+            f"a serving role is alive in {folder.path}: end it first (process {serving.pid}), "
+            "`torchtitan run` starts its own"
+        )
 
 
 def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
@@ -110,9 +124,17 @@ def _spec(
     return RoleSpec(name, duty, tuple(command))
 
 
-def role_env(folder: RunFolder, base: dict[str, str]) -> dict[str, str]:
-    """Environment of every role. The token travels here and in no file of the run folder."""
-    env = {**base, RUN_ENV: str(folder.path), TOKEN_ENV: folder.token(create=True)}
+def role_env(
+    folder: RunFolder, base: dict[str, str], session: Session | None = None
+) -> dict[str, str]:
+    """Environment of every role. The token travels here and in no file of the run folder; a
+    serving role that was taken over brings its own."""
+    token = session.token() if session is not None else None
+    if token is not None:
+        folder.set_token(token)  # for roles that are started by hand
+    env = {**base, RUN_ENV: str(folder.path), TOKEN_ENV: token or folder.token(create=True)}
+    if session is not None:
+        env |= session.owner.environment()
     env["PYTHONUNBUFFERED"] = "1"  # the last lines before a SIGKILL are in the log
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: the roles share the cores

@@ -6,17 +6,19 @@ What an exit means is decided in `lifecycle.py`; this file carries decisions out
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.footprint import Footprint
 from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.roles.cleanup import Cleanup
 from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, Verdict, after_exit
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 
@@ -40,6 +42,11 @@ class RoleSpec:
     name: str
     duty: Duty
     argv: tuple[str, ...]
+    outlives_parent: bool = False
+    """It, and what it starts, is not ended by our death."""
+
+    adopt: tuple[ProcessId, Path] | None = None
+    """The role is up already, as this process with this log."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,36 @@ class Outcome:
     exit_code: int
     cause: str
     detail: list[str] = field(default_factory=list)
+    kept: bool = False
+    """Its session stays for another job."""
+
+
+class Kept(Protocol):
+    """What may stay when the run has ended (session.py: Session)."""
+
+    def processes(self) -> set[ProcessId]: ...
+
+    def may_be_kept(self, exit_code: int) -> bool: ...
+
+    async def release(self, limit_s: float) -> None: ...
+
+    async def dispose(self, limit_s: float) -> None: ...
+
+
+class Nothing:
+    """A run without a session."""
+
+    def processes(self) -> set[ProcessId]:
+        return set()
+
+    def may_be_kept(self, exit_code: int) -> bool:
+        return False
+
+    async def release(self, limit_s: float) -> None:
+        pass
+
+    async def dispose(self, limit_s: float) -> None:
+        pass
 
 
 class RoleKeeper:
@@ -64,6 +101,7 @@ class RoleKeeper:
         limits: RestartLimits,
         cleanup_timeout_s: float,
         worker_end_timeout_s: float,
+        session: Kept | None = None,
         look_over_interval_s: float = 5.0,
     ) -> None:
         """`worker_end_timeout_s`: how long the run may go on once all workers are finished.
@@ -74,7 +112,8 @@ class RoleKeeper:
         self._cleanup_timeout_s = cleanup_timeout_s
         self._worker_end_timeout_s = worker_end_timeout_s
         self._look_over_interval_s = look_over_interval_s
-        self._children: dict[str, process.Child] = {}
+        self._session: Kept = session or Nothing()
+        self._children: dict[str, process.Child | process.Adopted] = {}
         self._trees: dict[str, set[ProcessId]] = {}  # what each role was last seen to have started
         self._finished: set[str] = set()  # ended with code 0, for good
         self._gone: set[str] = set()  # ended for good, whatever the code
@@ -98,20 +137,20 @@ class RoleKeeper:
             outcome = await self._outcome
             if outcome.exit_code == ExitCode.DONE:
                 outcome = await self._let_workers_finish(outcome)
-        finally:
-            self._stopping = True
-            left = await self._stop_all(tasks)
-        if left:
-            detail = [*outcome.detail, "left behind:", *(f"  {line}" for line in left)]
-            return Outcome(outcome.exit_code or ExitCode.FAILED, outcome.cause, detail)
-        return outcome
+        except asyncio.CancelledError:
+            outcome = Outcome(ExitCode.FAILED, "the supervisor was cancelled")
+            await self._stop_all(tasks, outcome)
+            raise
+        return await self._stop_all(tasks, outcome)
 
     # Keeping roles up -------------------------------------------------------------------
 
     async def _keep(self, spec: RoleSpec) -> None:
         restarts_s: list[float] = []
+        adopt = spec.adopt
         while not self._outcome.done():
-            attempt, child = self._spawn(spec)
+            attempt, child = self._spawn(spec) if adopt is None else self._adopt(spec, *adopt)
+            adopt = None
             returncode = await child.wait()
             now_s = time.monotonic()
             verdict = after_exit(
@@ -123,8 +162,9 @@ class RoleKeeper:
                 limits=self._limits,
             )
             self._record_exit(spec, attempt, child, returncode, verdict)
-            # What the dead process started must not live beside its successor.
-            await self._end_orphans(spec.name, child)
+            if not spec.outlives_parent:
+                # What the dead process started must not live beside its successor.
+                await self._end_orphans(spec.name, child)
             if verdict.action is not Action.RESTART:
                 self._carry_out(spec, child, returncode, verdict)
                 return
@@ -142,7 +182,7 @@ class RoleKeeper:
         attempt = next_attempt(self._folder, spec.name)
         log = self._folder.log_file(spec.name, attempt)
         env = {**self._env, ATTEMPT_ENV: str(attempt)}
-        child = process.spawn(spec.argv, log=log, env=env)
+        child = process.spawn(spec.argv, log=log, env=env, outlives_parent=spec.outlives_parent)
         self._children[spec.name] = child
         self._events.emit(
             Kind.SPAWN,
@@ -154,12 +194,26 @@ class RoleKeeper:
         )
         return attempt, child
 
+    def _adopt(self, spec: RoleSpec, target: ProcessId, log: Path) -> tuple[int, process.Adopted]:
+        attempt = next_attempt(self._folder, spec.name) - 1
+        child = self._children[spec.name] = process.Adopted(target, log)
+        self._events.emit(
+            Kind.SPAWN,
+            phase="adopted",
+            subject=spec.name,
+            attempt=attempt,
+            pid=target.pid,
+            start_time=target.start_time,
+            log=str(log),
+        )
+        return attempt, child
+
     def _record_exit(
         self,
         spec: RoleSpec,
         attempt: int,
-        child: process.Child,
-        returncode: int,
+        child: process.Child | process.Adopted,
+        returncode: int | None,
         verdict: Verdict,
     ) -> None:
         phase = EXIT_PHASES[verdict.action]
@@ -171,14 +225,18 @@ class RoleKeeper:
             attempt=attempt,
             pid=child.pid,
             returncode=returncode,
-            signal=-returncode if returncode < 0 else None,
+            signal=-returncode if returncode is not None and returncode < 0 else None,
             uptime_s=round(time.monotonic() - child.started_mono_s, 3),
             log=str(child.log),
             last_lines=last_lines(child.log) if phase == "fault" else [],
         )
 
     def _carry_out(
-        self, spec: RoleSpec, child: process.Child, returncode: int, verdict: Verdict
+        self,
+        spec: RoleSpec,
+        child: process.Child | process.Adopted,
+        returncode: int | None,
+        verdict: Verdict,
     ) -> None:
         self._gone.add(spec.name)
         if returncode == ExitCode.DONE:
@@ -191,7 +249,7 @@ class RoleKeeper:
             )
             self._end(Outcome(verdict.exit_code, cause, last_lines(child.log)))
 
-    async def _end_orphans(self, name: str, child: process.Child) -> None:
+    async def _end_orphans(self, name: str, child: process.Child | process.Adopted) -> None:
         """End what a role that has ended by itself left running."""
         left = {p for p in self._trees.pop(name, set()) if p.alive()}
         left.update(process.session_members(child.pid))
@@ -201,9 +259,9 @@ class RoleKeeper:
         all_finished_s: float | None = None
         while True:
             for name, child in self._children.items():
-                if child.returncode is None:
+                if child.id.alive():
                     self._trees[name] = set(process.descendants(child.id))
-            self._footprint.observe(process.descendants())
+            self._footprint.observe({*process.descendants(), *self._session.processes()})
             process.reap_adopted(c.pid for c in self._children.values())
             workers = {s.name for s in self._specs if s.duty is Duty.WORKER}
             if workers and workers <= self._finished:
@@ -250,33 +308,63 @@ class RoleKeeper:
         cause = f"the run is done, but no trainer ended with exit code 0; logs: {logs}"
         return Outcome(ExitCode.FAILED, cause, last_lines(self._children[late[0]].log))
 
-    async def _stop_all(self, tasks: Sequence[asyncio.Task[None]]) -> list[str]:
+    async def _stop_all(self, tasks: Sequence[asyncio.Task[None]], outcome: Outcome) -> Outcome:
         """SIGTERM to the roles, then SIGKILL to whatever is left of their trees, all within the
-        clean-up budget. Returns what is still there."""
-        start = time.monotonic()
-        everything = process.descendants()
+        clean-up budget; what is to be kept is let go instead. Returns the outcome with what is
+        still there."""
+        kept = self._session.may_be_kept(outcome.exit_code)
+        ending = {s.name for s in self._specs if not (kept and s.outlives_parent)}
+        children = [c for name, c in self._children.items() if name in ending]
+        everything = self._present()
         self._footprint.observe(everything)
-        for child in self._children.values():
-            if child.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    child.send(signal.SIGTERM)
-        await self._wait_for_roles(start + TERM_GRACE_SHARE * self._cleanup_timeout_s)
-        # Orphans are adopted by this process, so that nothing below it escapes.
-        while left := {*everything, *process.descendants()}:
-            self._footprint.observe(left)
-            everything = await process.kill_until_gone(left, start + self._cleanup_timeout_s)
-            if everything:
-                break
-        await self._settle(tasks)
+
+        async def stop_roles(limit_s: float) -> None:
+            for child in children:
+                process.kill(child.id, signal.SIGTERM)
+            grace_s = min(limit_s, TERM_GRACE_SHARE * self._cleanup_timeout_s)
+            await self._wait_for_roles(children, time.monotonic() + 0.95 * grace_s)
+
+        async def kill_the_rest(limit_s: float) -> None:
+            deadline = time.monotonic() + 0.95 * limit_s
+            known = everything
+            # Orphans are adopted by this process, so that nothing below it escapes.
+            while left := self._but_for_kept({*known, *process.descendants()}, kept):
+                self._footprint.observe(left)
+                known = set(await process.kill_until_gone(left, deadline))
+                if known:
+                    return  # told below
+
+        async def settle(_: float) -> None:
+            await self._settle(tasks)
+
+        cleanup = Cleanup(self._cleanup_timeout_s, steps=4)
+        await cleanup.step("stop the roles", stop_roles)
+        await cleanup.step("kill what is left", kill_the_rest)
+        if kept:
+            await cleanup.step("release the session", self._session.release)
+        else:
+            await cleanup.step("end the session", self._session.dispose)
+        await cleanup.step("record the ends", settle)
+        if kept:
+            self._footprint.forget(self._session.processes())
         self._footprint.remove_shared_memory()
         process.reap_adopted(c.pid for c in self._children.values())
-        for spec in self._specs:
-            self._folder.unregister(spec.name)
-        return self._footprint.leftovers()
+        for name in ending:
+            self._folder.unregister(name)
+        return _with_leftovers(outcome, cleanup, self._footprint.leftovers(), kept)
 
-    async def _wait_for_roles(self, deadline_mono_s: float) -> None:
+    def _present(self) -> set[ProcessId]:
+        return {*process.descendants(), *self._session.processes()}
+
+    def _but_for_kept(self, found: set[ProcessId], kept: bool) -> set[ProcessId]:
+        found = {p for p in found if p.alive()}
+        return found - self._session.processes() if kept else found
+
+    async def _wait_for_roles(
+        self, children: Sequence[process.Child | process.Adopted], deadline_mono_s: float
+    ) -> None:
         while time.monotonic() < deadline_mono_s and not self._hurry.is_set():
-            if all(c.returncode is not None for c in self._children.values()):
+            if not any(c.id.alive() for c in children):
                 return
             await asyncio.sleep(0.02)
 
@@ -286,6 +374,18 @@ class RoleKeeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_leftovers(outcome: Outcome, cleanup: Cleanup, left: Sequence[str], kept: bool) -> Outcome:
+    """The run's own error comes first; what went wrong in the clean-up counts when there is
+    none."""
+    exit_code, cause, detail = outcome.exit_code, outcome.cause, list(outcome.detail)
+    if cleanup.errors and exit_code == ExitCode.DONE:
+        exit_code, cause = ExitCode.FAILED, str(cleanup.errors[0])
+    if left:
+        exit_code = exit_code or ExitCode.FAILED
+        detail += ["left behind:", *(f"  {line}" for line in left)]
+    return Outcome(exit_code, cause, detail, kept)
 
 
 def next_attempt(folder: RunFolder, name: str) -> int:

@@ -59,7 +59,7 @@ _NEVER_RESTARTED = {
 
 def after_exit(
     duty: Duty,
-    returncode: int,
+    returncode: int | None,
     *,
     ending: bool,
     now_s: float,
@@ -68,8 +68,9 @@ def after_exit(
 ) -> Verdict:
     """Decide on a role that has ended.
 
-    `returncode` is negative for a signal; `ending` tells that the run's outcome is settled;
-    `restarts_s` are the times of the role's earlier restarts on the clock of `now_s`.
+    `returncode` is negative for a signal, None when nobody told us (an adopted role); `ending`
+    tells that the run's outcome is settled; `restarts_s` are the times of the role's earlier
+    restarts on the clock of `now_s`.
     """
     if ending and (returncode != ExitCode.DONE or duty is not Duty.WORKER):
         return Verdict(Action.STOPPED, "the run is ending")
@@ -77,7 +78,7 @@ def after_exit(
         return Verdict(Action.DONE, "complete")
     if returncode == ExitCode.DONE and duty is Duty.WORKER:
         return Verdict(Action.FINISHED, "its part is complete")
-    if returncode in _NEVER_RESTARTED:
+    if returncode is not None and returncode in _NEVER_RESTARTED:
         code = ExitCode(returncode)
         return Verdict(Action.FAIL, _NEVER_RESTARTED[code], exit_code=code)
     recent = sum(now_s - t <= limits.window_s for t in restarts_s)

@@ -5,43 +5,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 from torchtitan_rl_ft.config.groups import engine_groups
-from torchtitan_rl_ft.config.sections import RolloutSection, Sections
+from torchtitan_rl_ft.config.sections import RolloutSection
+from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.roles.session import claim_of
 from torchtitan_rl_ft.rpc import server
-from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFolder
+from torchtitan_rl_ft.serving import warden as warden_file
 from torchtitan_rl_ft.serving.launch import (
     SGLangLauncher,
     check_model_folder,
     has_accelerator,
     interpreter_problem,
 )
+from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership
 from torchtitan_rl_ft.serving.pool import PoolFailed
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
+from torchtitan_rl_ft.serving.session_routes import SessionRoutes
 from torchtitan_rl_ft.serving.versions import VersionsCorrupt
+from torchtitan_rl_ft.session_folder import (
+    Owner,
+    ServingAt,
+    SessionBusy,
+    SessionFolder,
+    SessionUnreadable,
+)
 from torchtitan_rl_ft.weights.transports import TransportUnknown, make_transport
+
+if TYPE_CHECKING:
+    from torchtitan_rl_ft.config.resolve import Resolved
 
 NAME = "serving"
 
-
-class HasSections(Protocol):
-    @property
-    def sections(self) -> Sections: ...
+SESSION_ERRORS = (NotOwner, SessionBusy, SessionUnreadable)
+"""Another job has the session: a restart meets it again."""
 
 
-def main(resolved: HasSections) -> int:
-    """Serve until /v1/shutdown, SIGTERM or SIGINT. The caller's exit code."""
-    sections = resolved.sections
-    folder = RunFolder(sections.job.dump_folder)
+def main(resolved: Resolved) -> int:
+    """Serve until /v1/shutdown, SIGTERM, SIGINT or the end of the retention. The caller's exit
+    code."""
+    sections, folder = resolved.sections, resolved.run_folder
     model_path = Path(sections.model.hf_assets_path or folder.model)
     launcher = SGLangLauncher(sections.rollout, model_path, folder, on_cpu=not has_accelerator())
     problem = _problem(sections.rollout, launcher)
@@ -51,13 +67,13 @@ def main(resolved: HasSections) -> int:
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
-        return asyncio.run(_serve(sections, folder, launcher, events))
-    except (PoolFailed, VersionsCorrupt, OSError) as e:
+        return asyncio.run(_serve(resolved, launcher, events))
+    except (PoolFailed, VersionsCorrupt, *SESSION_ERRORS, OSError) as e:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: serving: {e}", file=sys.stderr)
         # A new serving role would start the same engines the same way.
-        never_up = isinstance(e, PoolFailed) and e.never_up
-        return ExitCode.CONFIG if never_up else ExitCode.FAILED
+        in_vain = isinstance(e, SESSION_ERRORS) or (isinstance(e, PoolFailed) and e.never_up)
+        return ExitCode.CONFIG if in_vain else ExitCode.FAILED
     finally:
         events.close()
 
@@ -74,14 +90,15 @@ def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
     return interpreter_problem(rollout, os.environ)
 
 
-async def _serve(
-    sections: Sections, folder: RunFolder, launcher: SGLangLauncher, events: EventLog
-) -> int:
-    """Raises PoolFailed, VersionsCorrupt, OSError."""
+async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog) -> int:
+    """Raises PoolFailed, VersionsCorrupt, NotOwner, SessionBusy, SessionUnreadable, OSError."""
+    sections, folder = resolved.sections, resolved.run_folder
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    session = SessionFolder(identify(resolved).id)
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(session.serving_lock())
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         service = ServingService(
@@ -91,27 +108,90 @@ async def _serve(
             launcher,
             http,
             make_transport(sections.rollout.weight_transport),
+            engines_file=session.engines,
         )
+        ownership = Ownership(session, events, service.admission)
+        earlier = await ownership.open(claim(resolved), _this_process(folder), by_hand=_by_hand())
+        service.continue_above(RunFolder(earlier))
+        session.write_token(folder.token())
+        await guard(ownership)
+        # A role that fails is started again and finds the session; one that is stopped ends it.
+        stack.callback(lambda: ownership.dispose() if stop.is_set() else None)
         stack.push_async_callback(service.close)
         await service.open()
-        app = server.make_app(folder.token(), Routes(service, stop.set).table())
-        url, runner = await server.start(app)
+
+        async def move(owner: Owner) -> None:
+            await service.move(RunFolder(owner.run_folder))
+            events.move(RunFolder(owner.run_folder).events, Path(owner.run_folder).name)
+            RunFolder(owner.run_folder).register(NAME, url)
+
+        async def dispose() -> None:
+            await service.close()
+            asyncio.get_running_loop().call_soon(stop.set)
+
+        routes = Routes(service, stop.set, ownership).table()
+        routes += SessionRoutes(
+            ownership,
+            lambda: len(list(service.pool.engines)),
+            lambda: service.version,
+            move,
+            dispose,
+        ).table()
+        url, runner = await server.start(server.make_app(folder.token(), routes))
         stack.push_async_callback(runner.cleanup)
+        await ownership.ready(url)
         folder.register(NAME, url)
-        stack.callback(folder.unregister, NAME)
+        stack.callback(lambda: RunFolder(ownership.record.run_folder).unregister(NAME))
         events.emit(Kind.READY, url=url)
-        await _until_stopped(service, stop)
+        if reason := await _until_stopped(service, ownership, stop):
+            events.emit(Kind.SESSION, phase="expire", cause=reason, session=session.id)
+            stop.set()
     return ExitCode.DONE
 
 
-async def _until_stopped(service: ServingService, stop: asyncio.Event) -> None:
-    """Raises PoolFailed, and whatever broke the service's own code."""
+def _by_hand() -> bool:
+    return Owner.from_environment() is None
+
+
+def claim(resolved: Resolved) -> Claim:
+    """What the job of this role asks of its session; without a job, this role itself."""
+    owner = Owner.from_environment() or Owner.this_process(
+        secrets.token_hex(8), resolved.run_folder.path
+    )
+    return claim_of(resolved, owner)
+
+
+def _this_process(folder: RunFolder) -> ServingAt:
+    me = ProcessId.current()
+    log = folder.log_file(NAME, int(os.environ.get(ATTEMPT_ENV, "1")))
+    return ServingAt(me.pid, me.start_time, socket.gethostname(), "", str(log))
+
+
+async def guard(ownership: Ownership) -> None:
+    """Have a warden: it ends the engines after the retention when this role cannot."""
+    warden = ownership.record.warden
+    if warden is not None and warden.alive():
+        return
+    folder = ownership.folder
+    command = [sys.executable, "-I", "-S", warden_file.__file__, str(folder.path)]
+    env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}
+    child = process.spawn(command, log=folder.path / "warden.log", env=env, outlives_parent=True)
+    await ownership.guarded_by(child.id)
+
+
+async def _until_stopped(
+    service: ServingService, ownership: Ownership, stop: asyncio.Event
+) -> str | None:
+    """Returns why the retention is over, or None when the role was told to stop. Raises
+    PoolFailed, and whatever broke the service's own code."""
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(service.run_until_failed())
+    over = asyncio.create_task(ownership.watch())
     try:
-        await asyncio.wait({stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopped, failed, over}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
+        return over.result() if over.done() else None
     finally:
-        stopped.cancel()
-        failed.cancel()
+        for task in (stopped, failed, over):
+            task.cancel()

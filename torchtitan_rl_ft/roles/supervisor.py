@@ -28,6 +28,7 @@ from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec, next_attempt
 from torchtitan_rl_ft.roles.lifecycle import RestartLimits
+from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -43,14 +44,18 @@ def main(resolved: Resolved) -> int:
     folder = resolved.run_folder
     try:
         with job.exclusive(folder):
-            start = job.prepare(resolved)
-            return run_job(resolved, start, job.role_specs(resolved.sections, folder))
+            session = Session(resolved)
+            start = job.prepare(resolved, session)
+            specs = [session.role(s) for s in job.role_specs(resolved.sections, folder)]
+            return run_job(resolved, start, specs, session)
     except OSError as e:
         _say(f"error: run folder {folder.path}: {e.strerror or e}: {e.filename or ''}")
         return ExitCode.FAILED
 
 
-def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSpec]) -> int:
+def run_job(
+    resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSpec], session: Session
+) -> int:
     """Keep `specs` up in the prepared run folder until the job ends, then sum up."""
     folder = resolved.run_folder
     attempt = next_attempt(folder, NAME)
@@ -61,7 +66,7 @@ def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSp
         folder.register(NAME, "", attempt)
         phase = "start" if start is start_state.Start.FRESH else start.value
         events.emit(Kind.RUN, phase=phase, roles=[s.name for s in specs])
-        outcome = asyncio.run(_supervise(resolved, specs, events))
+        outcome = asyncio.run(_supervise(resolved, specs, session, events))
         try:
             events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)
         except OSError as e:  # a full disk: the outcome is told all the same
@@ -73,20 +78,26 @@ def run_job(resolved: Resolved, start: start_state.Start, specs: Sequence[RoleSp
         logging.getLogger().removeHandler(log)
         log.close()
     _report(resolved, outcome)
+    if outcome.kept:
+        for line in session.farewell():
+            _say(line)
     return outcome.exit_code
 
 
-async def _supervise(resolved: Resolved, specs: Sequence[RoleSpec], events: EventLog) -> Outcome:
+async def _supervise(
+    resolved: Resolved, specs: Sequence[RoleSpec], session: Session, events: EventLog
+) -> Outcome:
     sections, folder = resolved.sections, resolved.run_folder
     recovery = sections.recovery
     keeper = RoleKeeper(
         folder,
         specs,
         events,
-        env=job.role_env(folder, dict(os.environ)),
+        env=job.role_env(folder, dict(os.environ), session),
         limits=RestartLimits(recovery.role_max_restarts, recovery.role_restart_window_s),
         cleanup_timeout_s=sections.rollout.cleanup_timeout,
         worker_end_timeout_s=recovery.batch_wait_timeout_s,
+        session=session,
     )
     view = RunView(
         total_steps=resolved.get("training.steps"),

@@ -130,9 +130,10 @@ class Ownership:
 
     # Start ------------------------------------------------------------------------------
 
-    async def open(self, claim: Claim, serving: ServingAt, *, by_hand: bool) -> None:
+    async def open(self, claim: Claim, serving: ServingAt, *, by_hand: bool) -> str:
         """Take the session up, with the session's lock held: anew, or after a serving process
-        that has died. `by_hand`: no job has started us. Raises NotOwner, SessionUnreadable."""
+        that has died. `by_hand`: no job has started us. Returns the run folder that the session
+        was in. Raises NotOwner, SessionUnreadable."""
         async with self._lock:
             before = self.folder.read()
             if reason := why_not_attached(before, claim, self._alive):
@@ -140,6 +141,7 @@ class Ownership:
             record = before or SessionRecord(claim.session, claim.rule, serving)
             record = replace(record, serving=serving, by_hand=by_hand)
             await self._give(record, None if by_hand else claim.owner, claim)
+            return before.run_folder if before is not None else claim.owner.run_folder
 
     async def ready(self, url: str) -> None:
         async with self._lock:
@@ -168,6 +170,7 @@ class Ownership:
                 record,
                 owner=owner,
                 last_attempt=claim.owner.attempt,
+                run_folder=claim.owner.run_folder,
                 published=again and record.published,
                 frozen=dict(claim.frozen),
                 retain_ttl_s=claim.retain_ttl_s,
@@ -198,9 +201,7 @@ class Ownership:
         trainers = self.record.trainers
         now = self._clock_boot_s()
         await self._put(
-            replace(
-                self.record, owner=None, published=False, unowned_since_boot_s=now, trainers=()
-            )
+            replace(self.record, owner=None, published=False, unowned_since_boot_s=now, trainers=())
         )
         self._events.emit(
             Kind.SESSION,
@@ -285,6 +286,14 @@ class Ownership:
         async with self._lock:
             if self.record.owner == owner and not self._alive(owner):
                 await self._let_go(f"{owner} has died")
+
+    def dispose(self) -> None:
+        """Forget the session once its engines have ended; else that is left to the warden."""
+        left = [p for hold in self.folder.engine_holds() for p in hold.processes if p.alive()]
+        if not left:
+            if self.record.warden is not None:
+                process.kill(self.record.warden)
+            self.folder.remove()
 
     # Durable form -----------------------------------------------------------------------
 

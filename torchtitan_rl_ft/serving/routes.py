@@ -12,6 +12,7 @@ from aiohttp import web
 
 from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.router import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import Sample
 from torchtitan_rl_ft.serving.service import PublishRefused, ServingService
@@ -20,14 +21,21 @@ MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
 KEPT_ANSWERS = 256
 ABANDONED_POLL_S = 0.25
+CLOSED_POLL_S = 1.0
 RESERVED_SAMPLING = ("n", "sampling_seed")
 
 
 class Routes:
-    """`stop` is called by /v1/shutdown once the engines are gone."""
+    """`stop` is called by /v1/shutdown once the engines are gone. Without `ownership` nobody owns
+    the session: nothing is fenced."""
 
-    def __init__(self, service: ServingService, stop: Callable[[], None]) -> None:
-        self._service, self._stop = service, stop
+    def __init__(
+        self,
+        service: ServingService,
+        stop: Callable[[], None],
+        ownership: Ownership | None = None,
+    ) -> None:
+        self._service, self._stop, self._ownership = service, stop, ownership
         self._answers: OrderedDict[str, Answer] = OrderedDict()
 
     def table(self) -> list[web.RouteDef]:
@@ -46,6 +54,8 @@ class Routes:
         if wait not in ("first", "all", "none"):
             raise RequestError(400, f"wait is {wait!r}: first, all or none")
         try:
+            if self._ownership is not None:
+                self._ownership.check_publisher(body.get("attempt"))
             version, installed = await self._service.publish(
                 _field(body, "step", int),
                 _field(body, "token", str),
@@ -54,8 +64,10 @@ class Routes:
                 wait,
                 _number(body, "deadline_s"),
             )
-        except PublishRefused as e:
+        except (PublishRefused, NotOwner) as e:
             raise RequestError(409, str(e)) from e
+        if self._ownership is not None:
+            await self._ownership.published()
         return web.json_response({"version": version, "installed": installed})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -64,14 +76,22 @@ class Routes:
             timeout_s = float(request.query.get("timeout_s", "0"))
         except ValueError as e:
             raise RequestError(400, f"after and timeout_s are numbers: {e}") from e
-        answer = await self._service.wait_version(after, min(timeout_s, MAX_LONG_POLL_S))
-        return web.json_response(answer)
+        timeout_s = min(timeout_s, MAX_LONG_POLL_S)
+        if not await self._service.admission.opened(min(timeout_s, CLOSED_POLL_S)):
+            # To the owner's rollouts nothing is served before its trainer has published.
+            answer = await self._service.wait_version(after, 0.0)
+            awaits = self._ownership.awaits_publish if self._ownership is not None else None
+            return web.json_response({**answer, "serving": 0, "awaits_publish": awaits})
+        return web.json_response(await self._service.wait_version(after, timeout_s))
 
     async def generate(self, request: web.Request) -> web.Response:
         """A repeated request joins the first one, or gets its samples while their version is the
         current one, instead of generating again. When every caller has gone, so does the request,
         also in the engine."""
         asked = _generate_request(await _body(request))
+        admission = self._service.admission
+        if not await admission.opened(asked.timeout_s):
+            raise RequestError(503, f"no request was taken: {admission.closed}")
         answer = self._answers.get(asked.request_id)
         if answer is None or not answer.serves(asked, self._service.version):
             answer = Answer(asked, asyncio.create_task(self._service.generate(asked)))
@@ -93,7 +113,8 @@ class Routes:
                 del self._answers[request_id]
 
     async def status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._service.status())
+        owned = self._ownership.status() if self._ownership is not None else {}
+        return web.json_response({**self._service.status(), **owned})
 
     async def check(self, request: web.Request) -> web.Response:
         timeout_s = _number(await _body(request), "timeout_s")

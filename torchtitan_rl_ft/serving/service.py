@@ -16,6 +16,7 @@ from torchtitan_rl_ft.config.groups import engine_groups, takes_versions
 from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.admission import Admission
 from torchtitan_rl_ft.serving.adoption import inherit
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import Deregistration
@@ -62,18 +63,21 @@ class ServingService:
         http: aiohttp.ClientSession,
         transport: WeightTransport,
         *,
+        engines_file: Path | None = None,
         randomness: random.Random | None = None,
     ) -> None:
+        """`engines_file`: where engines are recorded; None: in the run folder."""
         self._rollout, self._events, self._launcher = rollout, events, launcher
         self._groups = engine_groups(rollout)
         self._random = randomness or random.SystemRandom()
         self._vocabularies = {g.name: _vocabulary(launcher.model_path(g)) for g in self._groups}
         self._versions = VersionStore(folder.weights)
         self._publishing = asyncio.Lock()
+        self.admission = Admission()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
         self._frozen: list[asyncio.Task[None]] = []
-        self._records = EngineRecords(folder.path / "serving" / "engines.json")
+        self._records = EngineRecords(engines_file or folder.path / "serving" / "engines.json")
         self._shared = Shared(
             rollout=rollout,
             plans=slot_plans(rollout),
@@ -158,6 +162,20 @@ class ServingService:
             failing.cancel()
 
     # Versions -------------------------------------------------------------------------------
+
+    async def move(self, folder: RunFolder) -> None:
+        """Go on in another run folder: the next version is above those of both."""
+        async with self._publishing:
+            if folder.path == self._shared.folder.path:
+                return
+            earlier, self._versions = self._versions, VersionStore(folder.weights)
+            self._shared.folder = folder
+            await asyncio.to_thread(self._versions.raise_to, earlier.next)
+
+    def continue_above(self, earlier: RunFolder) -> None:
+        """As `move`, after a serving role that worked in `earlier` and has died."""
+        if earlier.path != self._shared.folder.path:
+            self._versions.raise_to(VersionStore(earlier.weights).next)
 
     @property
     def version(self) -> int:

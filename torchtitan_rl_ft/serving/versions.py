@@ -38,6 +38,16 @@ class VersionStore:
             raise VersionsCorrupt(f"{self._path} cannot be read ({e}); restore or remove it") from e
 
     @property
+    def next(self) -> int:
+        """The number of the next release."""
+        return self._next
+
+    def raise_to(self, number: int) -> None:
+        """Give no number below `number` out; durable when this returns."""
+        self._next = max(self._next, number)
+        self._write()
+
+    @property
     def newest(self) -> Release | None:
         return self._releases[-1] if self._releases else None
 

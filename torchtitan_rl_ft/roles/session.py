@@ -1,0 +1,250 @@
+"""A job's hold on its serving session: found, taken over, released or disposed of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.session_identity import frozen, identify
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.roles.keeper import RoleSpec
+from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.serving.engine_process import end_recorded
+from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.serving.ownership import Claim, why_not_attached
+from torchtitan_rl_ft.session_folder import (
+    Owner,
+    ServingAt,
+    SessionFolder,
+    SessionRecord,
+    SessionUnreadable,
+)
+
+SERVING = "serving"
+
+ATTACH_TIMEOUT_S = 10.0
+"""A serving role that does not answer within this time is ended and started again; its engines
+go on."""
+
+STOP_SHARE = 0.5
+"""Share of the time for a disposal that serving gets to end its engines by itself."""
+
+_POLL_S = 0.05
+
+_NEVER_KEPT = (ExitCode.DONE, ExitCode.CONFIG, ExitCode.NUMERIC)
+
+
+def claim_of(resolved: Resolved, owner: Owner) -> Claim:
+    identity = identify(resolved)
+    return Claim(
+        owner, identity.id, identity.rule, frozen(resolved), resolved.sections.rollout.retain_ttl
+    )
+
+
+def kept_after(exit_code: int, resolved: Resolved) -> bool:
+    """Whether serving and engines stay for another job after such an end. Pure."""
+    rollout = resolved.sections.rollout
+    if rollout.retain_ttl <= 0 or debug_mode(rollout) is not DebugMode.NONE:
+        return False
+    if exit_code == ExitCode.INTERRUPTED:
+        return rollout.keep_serving
+    return exit_code not in _NEVER_KEPT
+
+
+class Session:
+    """The session of one job. `serving` is the role of an earlier job, when it was taken over."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        self._resolved = resolved
+        self.folder = SessionFolder(identify(resolved).id)
+        self.owner = Owner.this_process(secrets.token_hex(8), resolved.run_folder.path)
+        self.serving: ServingAt | None = None
+
+    @property
+    def outlives_job(self) -> bool:
+        return self._resolved.sections.rollout.retain_ttl > 0
+
+    def take_over(self) -> None:
+        """Attach to what an earlier job has left. A serving role that is dead, or does not
+        answer, is left to a new one, which adopts the engines.
+
+        Raises ConfigError: the session is another job's, or does not fit. Nothing has changed then.
+        """
+        claim = claim_of(self._resolved, self.owner)
+        try:
+            record = self.folder.read()
+        except SessionUnreadable as e:
+            raise ConfigError(str(e)) from None
+        if record is None:
+            return
+        # The same decision as serving's, which counts: here it also covers a dead serving role.
+        if reason := why_not_attached(record, claim):
+            raise ConfigError(reason)
+        if record.serving.alive() and self._attach(record.serving, claim):
+            self.serving = record.serving
+
+    def forget_dead(self) -> None:
+        """Remove what a dead session has left on this machine (shared memory, files)."""
+        with contextlib.suppress(SessionUnreadable):
+            asyncio.run(end_session(self.folder, self._resolved.sections.rollout.cleanup_timeout))
+
+    def token(self) -> str | None:
+        """The secret of the serving role that was taken over."""
+        return self.folder.token() if self.serving is not None else None
+
+    def role(self, spec: RoleSpec) -> RoleSpec:
+        """`spec` as this session needs it."""
+        if spec.name != SERVING:
+            return spec
+        adopt = None
+        if self.serving is not None:
+            adopt = (self.serving.id, Path(self.serving.log))
+        return replace(spec, outlives_parent=self.outlives_job, adopt=adopt)
+
+    def _attach(self, serving: ServingAt, claim: Claim) -> bool:
+        """False when the role did not answer; it has been killed then. Raises ConfigError."""
+        client = _client(self.folder, serving)
+        try:
+            client.post("/v1/attach", asdict(claim), deadline_s=ATTACH_TIMEOUT_S)
+            return True
+        except RoleRefused as e:
+            raise ConfigError(str(e)) from None
+        except RoleUnreachable:
+            process.kill(serving.id)
+            return False
+        finally:
+            client.close()
+
+    def processes(self) -> set[ProcessId]:
+        """What of the session lives: serving, engines, warden, and all below them."""
+        try:
+            return living_processes(self.folder)
+        except SessionUnreadable:
+            return set()
+
+    def may_be_kept(self, exit_code: int) -> bool:
+        """Whether it is to be kept after such an end, and there is a serving role to keep."""
+        if not kept_after(exit_code, self._resolved):
+            return False
+        with contextlib.suppress(SessionUnreadable):
+            record = self.folder.read()
+            return (
+                record is not None and record.owner == self.owner and bool(record.serving.alive())
+            )
+        return False
+
+    async def release(self, limit_s: float) -> None:
+        """Let the session go, to be kept. A serving role that does not answer is killed.
+
+        Raises RoleRefused, RoleUnreachable.
+        """
+        record = self.folder.read()
+        if record is None:
+            return
+        client = _client(self.folder, record.serving)
+        body = {"attempt": self.owner.attempt, "outcome": "retain"}
+        try:
+            await asyncio.to_thread(client.post, "/v1/detach", body, deadline_s=0.9 * limit_s)
+        except RoleUnreachable:
+            # A new one will adopt the engines; until then the warden looks after them.
+            process.kill(record.serving.id)
+            raise
+        finally:
+            client.close()
+
+    async def dispose(self, limit_s: float) -> None:
+        """End all that is left of the session, if it is ours. Raises SessionUnreadable."""
+        record = self.folder.read()
+        if record is None or record.last_attempt == self.owner.attempt:
+            await end_session(self.folder, limit_s)
+
+    def farewell(self) -> list[str]:
+        """What a person should know about a session that is kept."""
+        record = self.folder.read()
+        if record is None:
+            return []
+        engines = len(self.folder.engine_holds())
+        return [
+            f"serving session {self.folder.id} is kept for {record.retain_ttl_s:g} s "
+            f"({engines} engines): run the same command with --recovery.auto_continue_train to go "
+            f"on with it, or `torchtitan stop {self.folder.id}` to end it"
+        ]
+
+
+def living_processes(folder: SessionFolder) -> set[ProcessId]:
+    """Raises SessionUnreadable."""
+    record = _of_this_host(folder)
+    roots = {p for hold in folder.engine_holds() for p in hold.processes}
+    if record is not None:
+        roots |= _own_roots(record)
+    roots = {p for p in roots if p.alive()}
+    below = {p for root in roots for p in process.descendants(root)}
+    return roots | below
+
+
+def _of_this_host(folder: SessionFolder) -> SessionRecord | None:
+    """Raises SessionUnreadable for another host's: its pids mean nothing here."""
+    record = folder.read()
+    if record is not None and record.serving.alive() is None:
+        raise SessionUnreadable(
+            f"session {folder.id} is on host {record.serving.host}: say that there"
+        )
+    return record
+
+
+def _own_roots(record: SessionRecord) -> set[ProcessId]:
+    roots = {record.serving.id} if record.serving.alive() else set()
+    return roots | ({record.warden} if record.warden is not None else set())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a disposal found alive, and what it could not end."""
+
+    serving: bool
+    engines: int
+    left: tuple[ProcessId, ...]
+
+
+async def end_session(folder: SessionFolder, limit_s: float) -> Ended:
+    """End serving, engines and warden, remove what they hold, and forget the session. Again:
+    nothing. Only processes with a recorded pid *and* start time are touched. A serving role of
+    another host is left alone. Raises SessionUnreadable."""
+    end = time.monotonic() + limit_s
+    record = _of_this_host(folder)
+    records = EngineRecords(folder.engines)
+    engines = sum(r.alive for r in records.read())
+    serving = record is not None and bool(record.serving.alive())
+    if serving:
+        assert record is not None
+        process.kill(record.serving.id, signal.SIGTERM)
+        await _gone([record.serving.id], time.monotonic() + STOP_SHARE * limit_s)
+    roots = _own_roots(record) if record is not None else set()
+    left = await process.kill_until_gone(roots, end)
+    for engine in records.read():
+        await end_recorded(engine, end)
+        left += [m for m in engine.members if m.alive()]
+    if not left:
+        folder.remove()
+    return Ended(serving, engines, tuple(left))
+
+
+async def _gone(targets: Iterable[ProcessId], deadline_mono_s: float) -> None:
+    while any(t.alive() for t in targets) and time.monotonic() < deadline_mono_s:
+        await asyncio.sleep(_POLL_S)
+
+
+def _client(folder: SessionFolder, serving: ServingAt) -> RoleClient:
+    token = folder.token() or ""
+    return RoleClient("serving", lambda: serving.url or None, token)
