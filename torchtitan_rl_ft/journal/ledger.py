@@ -86,6 +86,7 @@ class Ledger:
         self._answered: dict[str, tuple[str, str]] = {}  # uuid -> (attempt, action)
         self._last_verdict: dict[str, str] = {}
         self._outcome: Outcome | None = None
+        self._awaited: tuple[str, State] | None = None
         self._pulse = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         journal.on_change(self._notify)
@@ -108,6 +109,17 @@ class Ledger:
         if self._outcome is None:
             self._outcome = Outcome("failed", reason)
         self._notify()
+
+    def publish_awaited(self, by: str) -> None:
+        """Serving, with the owner `by`, takes no request before that one's trainer has published.
+        What was published for the tip earlier is published again, once for each owner: by the
+        journal alone nothing would be due."""
+        tip = self.journal.tip
+        if self._awaited == (by, tip):
+            return
+        self._awaited = by, tip
+        if (duty := self._duty(PUBLISH, tip)) is not None and duty.done:
+            self.journal.reopen_duty(*self._key(PUBLISH, tip))
 
     async def changed(self, timeout_s: float) -> None:
         """Return at the next change of journal or outcome, or after `timeout_s`."""

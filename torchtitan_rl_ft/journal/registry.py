@@ -93,6 +93,15 @@ class Registry(Tables):
             )
         self._changed()
 
+    def reopen_duty(self, kind: str, state: State, era: int) -> None:
+        """It has to be done again."""
+        with self._db.write() as db:
+            db.execute(
+                "UPDATE duties SET done = 0 WHERE kind = ? AND step = ? AND token = ? AND era = ?",
+                (kind, state.step, state.token, era),
+            )
+        self._changed()
+
     def duty(self, kind: str, state: State, era: int) -> tuple[str, bool] | None:
         """(holder, done), or None when it was never granted."""
         row = self._db.one(

@@ -106,7 +106,9 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         )
-        client = ServingClient(session, lambda: _url(folder, "serving"), token)
+        client = ServingClient(
+            session, lambda: _url(folder, "serving"), token, on_awaited=ledger.publish_awaited
+        )
         starvation = _starvation(resolved, events)
         rollout = GroupRollout(
             client,

@@ -85,9 +85,14 @@ class ServingClient:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, find_url: Callable[[], str | None], token: str
+        self,
+        session: aiohttp.ClientSession,
+        find_url: Callable[[], str | None],
+        token: str,
+        on_awaited: Callable[[str], None] | None = None,
     ) -> None:
-        self._session, self._find_url = session, find_url
+        """`on_awaited` is told the job whose first publish serving waits for, while it does."""
+        self._session, self._find_url, self._on_awaited = session, find_url, on_awaited
         self._headers = {"Authorization": f"Bearer {token}"}
 
     async def generate(self, request: GenerateRequest) -> list[Generated]:
@@ -112,6 +117,8 @@ class ServingClient:
             )
         except GenerationFailed as e:
             raise ServingUnavailable(str(e)) from e
+        if self._on_awaited is not None and (awaited := answer.get("awaits_publish")):
+            self._on_awaited(awaited)
         if answer.get("version") is None or not answer.get("serving"):
             return None
         if int(answer["version"]) <= after:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 import time
 import uuid
 from typing import Any
 
 from torchtitan_rl_ft.journal.records import Member
 from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
+from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
+from torchtitan_rl_ft.session_folder import Owner
+
+logger = logging.getLogger(__name__)
+
+ANNOUNCE_TIMEOUT_S = 120.0
 
 
 class NoEvents:
@@ -41,6 +49,33 @@ def event_sink(run: RunFolder, replica_id: int, speaks: bool) -> EventSink:
         name=f"trainer-{replica_id}",
         attempt=int(os.environ.get(ATTEMPT_ENV, "1")),
     )
+
+
+class SessionMember:
+    """Tells serving that this process belongs to a job, so that it is ended when that one has
+    died and left it behind. From a side thread: training does not wait for it."""
+
+    def __init__(self, serving: RoleClient, member: Member) -> None:
+        self._serving, self._member = serving, member
+
+    def announce(self) -> None:
+        """Does nothing in a process that no job has started."""
+        if (owner := Owner.from_environment()) is not None:
+            name = f"trainer-{self._member.replica_id}.{os.environ.get('RANK', '0')}"
+            threading.Thread(target=self._announce, args=(owner, name), daemon=True).start()
+
+    def _announce(self, owner: Owner, name: str) -> None:
+        body = {
+            "attempt": owner.attempt,
+            "name": name,
+            "pid": self._member.pid,
+            "start_time": self._member.start_time,
+            "host": self._member.host,
+        }
+        try:
+            self._serving.post("/v1/trainers", body, deadline_s=ANNOUNCE_TIMEOUT_S)
+        except (RoleUnreachable, RoleRefused) as e:
+            logger.warning("serving does not know %s: %s", name, e)
 
 
 class PhaseClock:

@@ -9,6 +9,7 @@ from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
 from torchtitan_rl_ft.rpc.client import RoleClient
+from torchtitan_rl_ft.session_folder import Owner
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.weights.publisher import Published, publish
 
@@ -35,6 +36,9 @@ class PolicyPublisher:
         self._serving = serving
         self._link = link
         self._buffer_bytes = buffer_bytes
+        owner = Owner.from_environment()
+        # Serving refuses the policies of a job that is not its owner any more.
+        self._job = {"attempt": owner.attempt} if owner is not None else {}
 
     def publish(self, step: int, token: str) -> int:
         """Returns the policy version that serving gave to (step, token).
@@ -64,6 +68,7 @@ class PolicyPublisher:
                 "manifest_digest": written.manifest_digest,
                 "wait": "none",
                 "deadline_s": PUBLISH_DEADLINE_S,
+                **self._job,
             },
             deadline_s=PUBLISH_DEADLINE_S,
         )

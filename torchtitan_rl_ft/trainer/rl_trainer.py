@@ -38,7 +38,12 @@ from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.lineage import Lineage
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
-from torchtitan_rl_ft.trainer.presence import PhaseClock, event_sink, this_member
+from torchtitan_rl_ft.trainer.presence import (
+    PhaseClock,
+    SessionMember,
+    event_sink,
+    this_member,
+)
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
 from torchtitan_rl_ft.trainer.rows import MicroBatch
@@ -98,6 +103,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.events = event_sink(self.run_folder, member.replica_id, speaks=self.link.is_speaker)
         self.clock = PhaseClock(self.events)
         self._beats = LiveBeats(LedgerClient(self._client("rollout"), member))
+        SessionMember(self._client("serving"), member).announce()
         seams = Seams(
             group=self.ft_manager,
             link=self.link,
