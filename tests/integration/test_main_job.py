@@ -329,7 +329,8 @@ async def role_apps(folder: Path) -> dict[str, web.Application]:
     run = resolved.run_folder
     make_tiny_model(run.model, 0)
     events = EventList()
-    serve = serving._serve(resolved, run.model, events)
+    launcher = serving.SGLangLauncher(resolved.sections.rollout, run.model, run, on_cpu=True)
+    serve = serving._serve(resolved, launcher, events)
     roll_out = rollout._run(resolved, run, events)
     with (
         patch.dict(os.environ, {TOKEN_ENV: "token", "XDG_STATE_HOME": str(folder / "state")}),
