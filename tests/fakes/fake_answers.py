@@ -103,8 +103,8 @@ class EventStream:
     async def send(self, message: dict[str, Any]) -> None:
         await self._response.write(b"data: " + json.dumps(message).encode() + b"\n\n")
 
-    async def refuse(self, message: str) -> web.StreamResponse:
-        error = {"message": message, "type": "invalid_request_error", "code": 400}
+    async def refuse(self, message: str, code: int = 400) -> web.StreamResponse:
+        error = {"message": message, "type": "invalid_request_error", "code": code}
         await self.send({"error": {**error, "retryable": False}})
         return await self.close()
 

@@ -27,6 +27,12 @@ Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG
     drop_task=N       every N-th request fails with 500
     die_at_start      exit code 3 before anything is served
     orphan            the worker survives the server, in a session of its own
+    ignore_abort      requests that are to be aborted go on
+    stuck_transfer=N  N requests are in transfer between prefill and decode, for ever
+    wipe_on_resume    random weights whenever memory is resumed
+
+`--disaggregation-mode`, `--nnodes` and `--node-rank` make it a half or a node (see
+fake_disaggregation.py), `--enable-memory-saver` one that gives its memory up (fake_memory.py).
 """
 
 from __future__ import annotations
@@ -49,6 +55,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 from fake_answers import EventStream, Output
+from fake_disaggregation import Half, RoomMissing, TransferFailed, gather_nodes, join_node_0
+from fake_memory import Memory, MemoryMisused, wipe
 from fake_worker import Worker
 from safetensors.numpy import load_file
 
@@ -82,11 +90,13 @@ def load_parameters(path: Path) -> dict[str, np.ndarray]:
 
 
 class FakeEngine:
-    def __init__(
-        self, model_path: Path, faults: dict[str, Any], stream_interval: int, incremental: bool
-    ) -> None:
-        self.model_path = model_path
-        self.stream_interval, self.incremental = stream_interval, incremental
+    def __init__(self, args: argparse.Namespace, faults: dict[str, Any]) -> None:
+        self.model_path = model_path = args.model_path
+        self.stream_interval = args.stream_interval
+        self.incremental = args.incremental_streaming_output
+        self.half = Half(args.disaggregation_mode) if args.disaggregation_mode else None
+        saver = args.enable_memory_saver
+        self.memory = Memory(args.enable_weights_cpu_backup) if saver else None
         self.vocabulary = json.loads((model_path / "config.json").read_bytes())["vocab_size"]
         self.parameters = load_parameters(model_path)
         self.version = "default"
@@ -125,6 +135,10 @@ class FakeEngine:
                 await stream.open()
                 return await stream.refuse(str(e))
             return web.json_response({"error": {"message": str(e)}}, status=400)
+        try:
+            rooms = self.half.rooms(body, len(prompts)) if self.half else None
+        except RoomMissing as e:
+            return web.json_response({"error": {"message": str(e)}}, status=400)
         if str(body.get("rid", "")).startswith("probe-"):
             return await self.probe(body["rid"])
         self.requests += 1
@@ -141,11 +155,17 @@ class FakeEngine:
         self.running += 1
         self.idle.clear()
         tasks = [
-            asyncio.create_task(self._sample(prompt, p, output, _to(stream, i, single)))
+            asyncio.create_task(
+                self._answer(prompt, p, output, _to(stream, i, single), rooms[i] if rooms else None)
+            )
             for i, (prompt, p, output) in enumerate(zip(prompts, parameters, outputs, strict=True))
         ]
         try:
             samples = await asyncio.gather(*tasks)
+        except TransferFailed as e:
+            if stream is not None:
+                return await stream.refuse(str(e), 500)
+            return web.json_response({"error": {"message": str(e)}}, status=500)
         finally:  # also when the caller has gone
             for task in tasks:
                 task.cancel()
@@ -195,10 +215,45 @@ class FakeEngine:
                 raise UnknownField(f"unknown field `{min(unknown)}`")
         return prompts * n, parameters * n
 
-    async def _sample(
-        self, prompt: list[int], parameters: dict[str, Any], output: Output, tell: Tell | None
+    async def _answer(
+        self,
+        prompt: list[int],
+        parameters: dict[str, Any],
+        output: Output,
+        tell: Tell | None,
+        room: tuple[str, int, int] | None,
     ) -> dict[str, Any]:
-        """Tell what is generated, or return it, when `tell` is None."""
+        """A sample, or this half of it. Raises TransferFailed."""
+        if self.half is None or room is None:
+            return await self._sample(prompt, parameters, output, tell)
+        host, port, number = room
+        if self.half.mode == "decode":
+            cache = await self.half.fetch(host, port, number)
+            if cache["prompt"] != prompt:
+                raise TransferFailed(f"room {number} is another request's")
+            return await self._sample(prompt, parameters, output, tell, cache["weights"])
+        await self._prefill(prompt)
+        cache = {"prompt": prompt, "weights": self.cached}
+        handed = asyncio.create_task(self.half.hand_over(number, cache))
+        ended = asyncio.create_task(self.samples[output.rid].wait())
+        try:
+            await asyncio.wait({handed, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            handed.cancel()
+            ended.cancel()
+        one = {**parameters, "max_new_tokens": 1}
+        return await self._sample(prompt, one, output, tell)
+
+    async def _sample(
+        self,
+        prompt: list[int],
+        parameters: dict[str, Any],
+        output: Output,
+        tell: Tell | None,
+        cache: str | None = None,
+    ) -> dict[str, Any]:
+        """Tell what is generated, or return it, when `tell` is None. `cache`: weights that read
+        the prompt elsewhere."""
         seed = parameters.get("sampling_seed", 42)
         limit = parameters.get("max_new_tokens", 128)
         stops = {2, *parameters.get("stop_token_ids", [])}
@@ -219,9 +274,11 @@ class FakeEngine:
             if aborted.is_set():
                 finish = ABORTED
                 break
-            if not output.ids:
+            if not output.ids and cache is None:
                 await self._prefill(prompt)
-            token, logprob = await self._next(prompt + output.ids, seed, parameters, stops)
+            weights = self.cached if cache in (None, self.cached) else f"{cache}+{self.cached}"
+            key = (prompt + output.ids, weights, seed)
+            token, logprob = await self._next(key, parameters, stops)
             output.add(token, logprob, self.version)
             if token in stops and not parameters.get("ignore_eos"):
                 finish = {"type": "stop", "matched": token}
@@ -240,10 +297,12 @@ class FakeEngine:
         self.prefilled += len(prompt)
 
     async def _next(
-        self, context: list[int], seed: int, parameters: dict[str, Any], stops: set[int]
+        self, key: tuple[Any, ...], parameters: dict[str, Any], stops: set[int]
     ) -> tuple[int, float]:
         """A token and its log-prob: a function of all tokens before it, weights and seed."""
-        word = await self.worker.word(context, self.cached, seed)
+        if self.memory is not None:
+            self.memory.need("weights", "kv_cache")
+        word = await self.worker.word(*key)
         token = word % self.vocabulary
         if parameters.get("ignore_eos") and token in stops:
             token = self.vocabulary - 1
@@ -257,6 +316,8 @@ class FakeEngine:
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if self.faults.get("ignore_abort"):
+            return web.Response()
         for rid, aborted in self.samples.items():
             if body.get("abort_all") or rid == body.get("rid"):
                 aborted.set()
@@ -298,10 +359,18 @@ class FakeEngine:
         rank = {
             "timestamp": self.worker.published_s,
             "total_prefill_uncached_tokens": self.prefilled,
-            "num_running_reqs": self.running,
-            "num_waiting_reqs": 0,
+            "num_running_reqs": self.running if self.go.is_set() else 0,
+            "num_waiting_reqs": 0 if self.go.is_set() else self.running,
+            "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0},
         }
+        if self.half is not None:
+            rank["num_running_reqs"] -= min(self.running, self.half.in_transfer)
+            rank["disaggregation"] = self.half.figures(self._stuck)
         return web.json_response({"loads": [rank]})
+
+    @property
+    def _stuck(self) -> int:
+        return self.faults.get("stuck_transfer", 0)
 
     async def model_info(self, request: web.Request) -> web.Response:
         info = {
@@ -352,6 +421,8 @@ class FakeEngine:
         if self.faults.get("lie_sync"):
             self.version = body.get("weight_version") or self.version
             return updated(True, "Succeeded to update model weights.")
+        if self.memory is not None:
+            self.memory.need("weights")
         new = load_parameters(path)
         half = self.faults.get("half_sync") or self.faults.get("stale_sync")
         for i, name in enumerate(sorted(new)):
@@ -377,6 +448,8 @@ class FakeEngine:
         if action != "checksum":
             message = f"Unsupported action={action!r}"
             return web.json_response({"success": False, "message": message}, status=400)
+        if self.memory is not None:
+            self.memory.need("weights")
         sums = {
             n: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16]
             for n, a in self.parameters.items()
@@ -393,8 +466,30 @@ class FakeEngine:
         )
 
     async def flush(self, request: web.Request) -> web.Response:
+        if self.running or self._stuck:
+            return web.Response(status=400, text="Flush cache failed.\n")
         self.cached = self.weights_hash()
         return web.Response(text="Cache flushed.\n")
+
+    # Memory ---------------------------------------------------------------------------------
+
+    async def release(self, request: web.Request) -> web.Response:
+        tags = (await request.json()).get("tags")
+        memory = self._saver()
+        memory.release(tags, idle=not self.running and not self._stuck)
+        return web.json_response(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        tags = (await request.json()).get("tags")
+        self._saver().resume(tags, lambda: wipe(self.parameters))
+        if self.faults.get("wipe_on_resume"):
+            wipe(self.parameters)
+        return web.json_response(None)
+
+    def _saver(self) -> Memory:
+        if self.memory is None:
+            raise MemoryMisused("started without --enable-memory-saver")
+        return self.memory
 
     # Faults ---------------------------------------------------------------------------------
 
@@ -419,6 +514,10 @@ class FakeEngine:
                 return await handler(request)
             except web.HTTPNotFound:
                 return web.json_response({"detail": "Not Found"}, status=404)
+            except MemoryMisused as e:
+                print(f"fake engine: {e}", flush=True)
+                self.worker.send(signal.SIGKILL)
+                return await asyncio.Event().wait()
 
         app = web.Application(middlewares=[note], client_max_size=1 << 28)
         app.router.add_get("/health", self.health)
@@ -432,6 +531,8 @@ class FakeEngine:
         app.router.add_post("/update_weights_from_disk", self.update)
         app.router.add_post("/weights_checker", self.check_weights)
         app.router.add_post("/flush_cache", self.flush)
+        app.router.add_post("/release_memory_occupation", self.release)
+        app.router.add_post("/resume_memory_occupation", self.resume_memory)
         app.router.add_post("/fault", self.set_fault)
         app.router.add_get("/calls", self.log)
         return app
@@ -488,14 +589,27 @@ async def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--incremental-streaming-output", action="store_true")
+    parser.add_argument("--disaggregation-mode", choices=("prefill", "decode"))
+    parser.add_argument("--disaggregation-bootstrap-port", type=int, default=8998)
+    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--dist-init-addr", default="")
+    parser.add_argument("--enable-memory-saver", action="store_true")
+    parser.add_argument("--enable-weights-cpu-backup", action="store_true")
     args, _ = parser.parse_known_args()
     faults = json.loads(os.environ.get(FAULTS_ENV, "{}"))
     if faults.get("die_at_start"):
         sys.exit(f"fake engine: cannot start from {args.model_path}")
-    engine = FakeEngine(
-        args.model_path, faults, args.stream_interval, args.incremental_streaming_output
-    )
+    node_0, _, nodes_port = args.dist_init_addr.partition(":")
+    if args.node_rank > 0:
+        await join_node_0(node_0, int(nodes_port), Worker(bool(faults.get("orphan"))).open)
+        return
+    engine = FakeEngine(args, faults)
     await engine.worker.open()
+    if args.nnodes > 1:
+        await gather_nodes(node_0, int(nodes_port), args.nnodes - 1, engine.go.clear)
+    if engine.half is not None and engine.half.mode == "prefill":
+        await engine.half.serve(args.host, args.disaggregation_bootstrap_port)
     runner = web.AppRunner(engine.app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port).start()

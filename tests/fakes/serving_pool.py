@@ -88,6 +88,10 @@ class FakeLauncher:
         command = [sys.executable, str(FAKE), f"--model-path={self.model_path(group)}"]
         if group.role in ("prefill", "decode"):
             command.append(f"--disaggregation-mode={group.role}")
+        if self.rollout.placement == "colocated":
+            command.append("--enable-memory-saver")
+            if group.role == "frozen":
+                command.append("--enable-weights-cpu-backup")
         return [*command, *stream_arguments(self.rollout)]
 
 
