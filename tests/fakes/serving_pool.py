@@ -146,10 +146,13 @@ class Pool:
 
     def moves(self, slot: int) -> list[str]:
         """New states of a slot's engines, in order."""
+        return self.moves_of(f"engine-{slot}")
+
+    def moves_of(self, name: str) -> list[str]:
         return [
             e["new"]
             for e in self.events.events
-            if e["kind"] == "transition" and e["subject"] == f"engine-{slot}"
+            if e["kind"] == "transition" and e["subject"] == name
         ]
 
     def seen(self, kind: str, **fields: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,9 @@ class Duty(StrEnum):
     EXTERNAL = "external"  # somebody else's engine: never started or ended
 
 
+TAKES_VERSIONS = frozenset({Duty.ACTIVE, Duty.EXTERNAL})
+
+
 @dataclass(frozen=True)
 class Place:
     """A slot, as the assignment of duties sees it."""

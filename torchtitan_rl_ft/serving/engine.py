@@ -49,6 +49,8 @@ class Engine:
         """When it may take a version; None: at once."""
         self.unproved = process.adopted
         """It may hold the required version, or half of one: nobody has looked."""
+        self.same_layout = True
+        """It holds weights in the dtype and on the ranks that the exact proof is about."""
         self.version: int | None = None
         self.loading: int | None = None  # version being installed: its files are needed
         self.digest: str | None = None  # model_digest of what it holds, when proved
@@ -140,11 +142,9 @@ class Engine:
             "state": str(self.state),
             "version": self.version,
             "digest": self.digest,
-            "pid": self.process.id.pid,
-            "start_time": self.process.id.start_time,
             "url": self.client.url,
             "reason": self.reason,
             "in_flight": self.in_flight,
-            "log": str(self.process.main.log),
+            **self.process.shown,
             "bootstrap_port": self.process.bootstrap_port,
         }

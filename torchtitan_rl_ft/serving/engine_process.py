@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -102,6 +103,15 @@ class EngineProcess:
     @property
     def adopted(self) -> bool:
         return isinstance(self.main, process.Adopted)
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """For status."""
+        return {
+            "pid": self.id.pid,
+            "start_time": self.id.start_time,
+            "log": str(self.main.log),
+        }
 
     @property
     def returncode(self) -> int | None:

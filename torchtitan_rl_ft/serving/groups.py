@@ -23,6 +23,8 @@ class SlotPlan:
     ranks: int
     first_device: int
     duty: Duty = Duty.ACTIVE
+    external_url: str | None = None
+    """Where the engine is, when it is somebody else's."""
 
     @property
     def takes_versions(self) -> bool:
@@ -30,15 +32,16 @@ class SlotPlan:
 
 
 def slot_plans(rollout: RolloutSection) -> list[SlotPlan]:
-    """One for every engine that is started, in the order of the groups; standby engines come
-    last and belong to the first regular group.
+    """One for every engine that is started, in the order of the groups; then standby engines, and
+    those of others: they belong to the first regular group.
 
     A prefill and a decode group of p and d engines make gcd(p, d) units: requests stay inside of
     one, and the exit of a member ends all of them.
     """
     groups = engine_groups(rollout)
     wanted = [(g, Duty.ACTIVE) for g in groups for _ in range(g.engines)]
-    if regular := next((g for g in groups if g.role == "regular"), None):
+    regular = next((g for g in groups if g.role == "regular"), None)
+    if regular is not None:
         wanted += [(regular, Duty.STANDBY)] * rollout.standby_engines
     found: list[SlotPlan] = []
     device = 0
@@ -46,7 +49,16 @@ def slot_plans(rollout: RolloutSection) -> list[SlotPlan]:
         ranks = engine_ranks([*rollout.engine_args, *group.engine_args])
         found.append(SlotPlan(slot, group, _unit(slot, group, groups), ranks, device, duty))
         device += ranks
-    return found
+    return found + _external_plans(rollout, regular, len(found))
+
+
+def _external_plans(
+    rollout: RolloutSection, group: EngineGroup | None, first_slot: int
+) -> list[SlotPlan]:
+    if group is None:
+        return []
+    slots = enumerate(rollout.external_urls, start=first_slot)
+    return [SlotPlan(i, group, i, 0, 0, Duty.EXTERNAL, url.rstrip("/")) for i, url in slots]
 
 
 def _unit(slot: int, group: EngineGroup, groups: Sequence[EngineGroup]) -> int:

@@ -10,10 +10,11 @@ from typing import Any
 
 from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.serving.duties import Duty, Promotion, promotions
+from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
-from torchtitan_rl_ft.serving.groups import shortage
+from torchtitan_rl_ft.serving.external import ExternalSlot
+from torchtitan_rl_ft.serving.groups import SlotPlan, shortage
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
@@ -32,7 +33,7 @@ class PoolFailed(Exception):
 class EnginePool:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.slots = [Slot(plan, shared) for plan in shared.plans]
+        self.slots = [_slot(plan, shared) for plan in shared.plans]
         self._assigning: asyncio.Task[None] | None = None
         shared.engines = lambda: self.engines
 
@@ -137,7 +138,7 @@ class EnginePool:
         """Every engine that is up and meant to serve `version` does, and there is one. Engines
         that start, stand by, or die, hold nobody up."""
         policy = [e for e in self.engines if e.plan.takes_versions]
-        meant = [e for e in policy if e.live and e.duty is Duty.ACTIVE]
+        meant = [e for e in policy if e.live and e.duty in TAKES_VERSIONS]
         meant = [e for e in meant if e.serves(version) or self._shared.may_join(e)]
         return bool(meant) and all(e.serves(version) for e in meant)
 
@@ -165,3 +166,7 @@ class EnginePool:
             given_up = [s.given_up for s in self.slots if s.given_up is not None]
             never_up = not any(s.came_up for s in self.slots)
             raise PoolFailed(f"{missing}: {given_up[-1]}", never_up=never_up)
+
+
+def _slot(plan: SlotPlan, shared: Shared) -> Slot:
+    return Slot(plan, shared) if plan.external_url is None else ExternalSlot(plan, shared)

@@ -20,6 +20,7 @@ from torchtitan_rl_ft.serving.admission import Admission
 from torchtitan_rl_ft.serving.adoption import inherit
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import Deregistration
+from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
@@ -125,7 +126,7 @@ class ServingService:
 
     async def _inherit(self) -> dict[int, EngineRecord]:
         """Living engines that fit, by slot. The others are ended."""
-        slots = [slot.index for slot in self.pool.slots]
+        slots = [s.index for s in self.pool.slots if s.duty is not Duty.EXTERNAL]
         fingerprints = {i: self._shared.launcher.fingerprint(i) for i in slots}
         found = inherit(self._records.read(), fingerprints)
         deadline = time.monotonic() + self._rollout.cleanup_timeout
@@ -318,10 +319,11 @@ class ServingService:
         except GroupUnknown as e:
             raise RequestRejected(str(e)) from e
         self._check_tokens(request, min(self._vocabularies[g.name] for g in groups))
-        if not all(self._launcher.seeded(g) for g in groups):
+        if not self._rollout.external_urls and not all(self._launcher.seeded(g) for g in groups):
             request = replace(request, seeds=None)
         elif request.seeds is None:
-            # An engine that honours seeds gives every request without one the same seed.
+            # An engine that honours seeds, as those of others may, gives every request without one
+            # the same seed.
             seeds = [self._random.randint(0, MAX_SEED) for _ in range(request.n)]
             request = replace(request, seeds=seeds)
         return await self._router.generate(request)

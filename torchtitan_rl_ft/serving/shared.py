@@ -13,7 +13,7 @@ from torchtitan_rl_ft.observability.events import EventSink
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import Deregistration
-from torchtitan_rl_ft.serving.duties import Boundary, Duty
+from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Boundary
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
 from torchtitan_rl_ft.serving.groups import SlotPlan
@@ -87,7 +87,7 @@ class Shared:
 
     def _standing(self, but: Engine | None) -> tuple[int, int, int]:
         others = sum(
-            e.live and e.duty is Duty.ACTIVE and e.plan.takes_versions and e is not but
+            e.live and e.duty in TAKES_VERSIONS and e.plan.takes_versions and e is not but
             for e in self.engines()
         )
         return self.version, others, self.rollout.min_engines

@@ -224,10 +224,13 @@ class Slot:
         engine.duty, engine.joins = self._duty, self._lost
         return engine
 
+    def _make_life(self, engine: Engine) -> Life:
+        return Life(engine, self._shared)
+
     async def _live(self, engine: Engine) -> None:
         """Until the engine is retired."""
         self.lives += 1
-        life = self._life = Life(engine, self._shared)
+        life = self._life = self._make_life(engine)
         self._shared.changes.notify()
         try:
             self._last_reason = await life.run()

@@ -15,6 +15,7 @@ from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.states import EngineState
 from torchtitan_rl_ft.weights.installer import Installed, InstallFailed
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
+from torchtitan_rl_ft.weights.proof import Proof
 from torchtitan_rl_ft.weights.transports.base import TransportFailed
 
 INSTALL_TRIES = 2
@@ -41,11 +42,12 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     if not engine.plan.takes_versions:
         await _show(engine, target, shared)
         return
+    proof = target.proof if engine.same_layout else Proof(target.proof.model_digest, None)
     if engine.state is not EngineState.STALE:
         engine.move(EngineState.STALE, f"version {release.version} is required")
     if engine.unproved:
         engine.unproved = False
-        work = installer.prove(engine.client, release, target.proof)
+        work = installer.prove(engine.client, release, proof)
         if (problem := await _attempt(engine, target, shared, work)) is None:
             return
         cause = f"the adopted engine has to install version {release.version}: {problem}"
@@ -53,7 +55,7 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     reason = ""
     for attempt in range(1, INSTALL_TRIES + 1):
         digest_before, engine.digest = engine.digest, None
-        work = installer.install(engine.client, release, target.proof, digest_before)
+        work = installer.install(engine.client, release, proof, digest_before)
         if (problem := await _attempt(engine, target, shared, work)) is None:
             return
         reason = f"version {release.version} not installed: {problem}"
@@ -126,7 +128,7 @@ def _announce(engine: Engine, target: Target, took: Installed, shared: Shared) -
         step=release.step,
         slot=engine.slot,
         subject=engine.name,
-        proof=target.proof.kind,
+        proof=target.proof.kind if engine.same_layout else "witness",
         transport=shared.installer.transport,
         load_ms=round(took.load_s * 1000, 1),
         prove_ms=round(took.prove_s * 1000, 1),

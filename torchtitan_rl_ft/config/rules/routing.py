@@ -50,6 +50,12 @@ def external_engines(job: Job) -> Iterator[str]:
             seen.add(address)
         if problem is not None:
             yield f"{url!r} {problem}: {EXTERNALS} ({job.resolved.origins[EXTERNALS]})"
+    if rollout.external_urls and not any(g.role == "regular" for g in engine_groups(rollout)):
+        yield job.broken(
+            "external engines join the first regular group: there is none",
+            EXTERNALS,
+            "rollout.groups",
+        )
     if not rollout.external_urls and not rollout.groups and rollout.engines == 0:
         yield job.broken(
             "a job without engines of its own needs external ones", "rollout.engines", EXTERNALS
