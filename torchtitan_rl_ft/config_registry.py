@@ -19,6 +19,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 
 from torchtitan_rl_ft.config import overlay, registry  # noqa: E402
+from torchtitan_rl_ft.config.debug_mode import roles_of_trainers  # noqa: E402
 from torchtitan_rl_ft.config.resolve import Resolved, resolve  # noqa: E402
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, REPLICA_ENV, RUN_ENV, RunFolder  # noqa: E402
 from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run, require_roles  # noqa: E402
@@ -117,5 +118,5 @@ def _shipped(name: str) -> RLFaultTolerantTrainer.Config:
     # Before its model is missed.
     run = find_run(str(job.run_folder.path))
     if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
-        require_roles(run, ("rollout", "serving"))
+        require_roles(run, roles_of_trainers(job.sections.rollout))
     return finished(base(), job)

@@ -6,6 +6,7 @@ Layout (`job.dump_folder` is the run folder itself):
     events.jsonl           one line per state change (see observability/events.py)
     metrics.jsonl          one object per committed step
     journal/               ledger and sealed batches (SQLite, WAL)
+    scratch/               the journal of a debug mode, while it runs
     checkpoint/            TorchTitan checkpoints, step-N/
     weights/               published policies, newest last
     model/                 the tiny model directory, when the job makes its own
@@ -20,6 +21,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from dataclasses import asdict, dataclass
@@ -134,6 +136,14 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def scratch_journal(self) -> Path:
+        """Where a debug mode keeps what it needs to go on after a fault; it ends with the job."""
+        return self.path / "scratch" / "journal"
+
+    def remove_scratch(self) -> None:
+        shutil.rmtree(self.path / "scratch", ignore_errors=True)
 
     @property
     def weights(self) -> Path:

@@ -12,6 +12,7 @@ from torchtitan_rl_ft.journal.records import CommitRecord, Member, SealedBatch, 
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.models.tiny import EOS, tiny_tokenizer
 from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.generation import (
     Generated,
@@ -108,6 +109,8 @@ class Host:
         max_failures: int = 3,
         eval_prompts: int = 0,
         unavailable_limit_s: float = 30.0,
+        trainers: bool = True,
+        dumps: DumpSettings | None = None,
         health_check_timeout_s: float = 2.0,
     ) -> None:
         self.serving = serving
@@ -135,6 +138,11 @@ class Host:
         )
         watch = PolicyWatch(serving, on_change=lambda: self.loop.wake())
         self.eval_path = folder / "eval.json"
+        writer = None
+        if dumps is not None:
+            writer = DumpWriter(
+                self.journal, TOKENIZER, dumps, self.events, on_written=lambda: self.loop.wake()
+            )
         self.loop = RolloutLoop(
             self.ledger,
             source or SortDigits(context()),
@@ -151,8 +159,10 @@ class Host:
                 eval_path=self.eval_path,
                 drain_timeout_s=2.0,
                 final_policy_timeout_s=5.0,
+                trainers=trainers,
             ),
             self.events,
+            dumps=writer,
             engine_check=EngineCheck(
                 serving, self.events, health_check_timeout_s, on_done=lambda: self.loop.wake()
             ),

@@ -32,6 +32,12 @@ def journaling(rollout: RolloutSection) -> bool:
     return rollout.journal and debug_mode(rollout) is DebugMode.NONE
 
 
+def roles_of_trainers(rollout: RolloutSection) -> tuple[str, ...]:
+    """The roles that a trainer talks to, beside the lighthouse."""
+    alone = debug_mode(rollout) is DebugMode.TRAIN_ONLY
+    return ("rollout",) if alone else ("rollout", "serving")
+
+
 def dump_path(template: str, run_folder: Path, rollout_id: int) -> Path:
     """The file of one rollout. A relative template is in the run folder."""
     return run_folder / template.format(rollout_id=rollout_id)

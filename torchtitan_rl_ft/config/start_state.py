@@ -88,7 +88,7 @@ def decide(found: Found, wish: Wish) -> StartDecision:
         if wish.debugging:
             return _refuse(
                 f"{earlier}, which a debug mode must not touch: set job.dump_folder to another "
-                "folder"
+                "folder" + (" (or end the session: torchtitan stop)" if found.session_alive else "")
             )
         return _refuse(
             f"{earlier}: set recovery.auto_continue_train = true to go on with it, or "

@@ -62,19 +62,22 @@ class Ledger:
         last_step: int | None = None,
         max_numeric_refusals: int = 3,
         at_numeric_limit: Literal["drop", "stop"] = "stop",
+        publishes: bool = True,
         lease_s: float = LEASE_S,
         live_ttl_s: float = LIVE_TTL_S,
         mono_s: Callable[[], float] = time.monotonic,
         gone: Callable[[Member], bool] = process_gone,
     ) -> None:
         """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which ones
-        have a marker (see checkpoints.py); no step beyond `last_step` is begun."""
+        have a marker (see checkpoints.py); no step beyond `last_step` is begun. Without `publishes`
+        nobody serves policies, so nobody is asked to publish one."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
         self._last_step = last_step
         self._why_incomplete, self._find_checkpoints = why_incomplete, find_checkpoints
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
+        self._publishes = publishes
         self._lease_s = lease_s
         self._members = Members(journal.members(), ttl_s=live_ttl_s, mono_s=mono_s, gone=gone)
         self._metrics = StepMetrics(metrics_path, journal)
@@ -220,7 +223,7 @@ class Ledger:
 
     def _offers(self, step: int, uuid: str) -> list[str]:
         state = self.journal.tip
-        if step != state.step or uuid not in self._members:
+        if not self._publishes or step != state.step or uuid not in self._members:
             return []
         if not protocol.publish_due(self.view(), state, uuid, self._duty(PUBLISH, state)):
             return []
@@ -288,7 +291,7 @@ class Ledger:
         else:
             return status, reason, []
         self._metrics.flush()
-        granted, _ = self.duty(member, PUBLISH, state)
+        granted = self._publishes and self.duty(member, PUBLISH, state)[0]
         return status, reason, [PUBLISH] if granted else []
 
     def duty(self, member: Member, kind: str, state: State) -> tuple[bool, str]:

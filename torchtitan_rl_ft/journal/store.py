@@ -223,40 +223,56 @@ class Journal(History):
                 | batch.meta,
             )
             payload = batch.to_bytes()
-            info = SealedInfo(
-                batch.batch_id,
-                len(self._plan) + 1,
-                digest(payload),
-                batch.n_samples,
-                batch.n_tokens,
-            )
+            info = self._planned(batch, payload)
             now = self._wall_s()
             with self._db.write() as db:
                 for group_id in group_ids:
                     _require(db, group_id, "accepted")
-                db.execute(
-                    "INSERT INTO batches (id, state, digest, payload, meta, samples, tokens,"
-                    " sealed_wall_s) VALUES (?, 'sealed', ?, ?, ?, ?, ?, ?)",
-                    (
-                        info.batch_id,
-                        info.digest,
-                        payload,
-                        json.dumps(batch.meta),
-                        info.samples,
-                        info.tokens,
-                        now,
-                    ),
-                )
+                _insert_batch(db, info, batch.meta, payload, now)
                 db.executemany(
                     "UPDATE groups SET state = 'sealed', batch_id = ?, samples = NULL,"
                     " changed_wall_s = ? WHERE id = ?",
                     [(info.batch_id, now, g) for g in group_ids],
                 )
-                db.execute("INSERT INTO plan VALUES (?, ?)", (info.step, info.batch_id))
                 db.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_told', ?)", (dropped,))
                 if cursor is not None:
                     _save_cursor(db, cursor)
             self._plan[info.step] = info.ref
+        self._tell_sealed(info)
+        return info
+
+    def import_batch(self, batch: SealedBatch, prompts: Mapping[int, Any]) -> SealedInfo:
+        """Plan a batch that another journal has sealed for the next free step, byte for byte and
+        with the numbers that it has. `prompts` are JSON by group id. Batches of one journal come
+        in their order; JournalStateError when this one or a group of it does not follow."""
+        with self._mutex:
+            if batch.batch_id < self.next_batch_id():
+                raise JournalStateError(f"batch {batch.batch_id} follows one of a higher number")
+            payload = batch.to_bytes()
+            info = self._planned(batch, payload)
+            now = self._wall_s()
+            rows = [(i, json.dumps(p), info.batch_id, now, now) for i, p in prompts.items()]
+            with self._db.write() as db:
+                _insert_batch(db, info, batch.meta, payload, now)
+                for row in rows:
+                    if db.execute("SELECT 1 FROM groups WHERE id = ?", row[:1]).fetchone():
+                        raise JournalStateError(f"prompt group {row[0]} is in an earlier batch")
+                    db.execute(
+                        "INSERT INTO groups (id, prompt, state, batch_id, issued_wall_s,"
+                        " changed_wall_s) VALUES (?, ?, 'sealed', ?, ?, ?)",
+                        row,
+                    )
+            self._plan[info.step] = info.ref
+        self._tell_sealed(info)
+        return info
+
+    def _planned(self, batch: SealedBatch, payload: bytes) -> SealedInfo:
+        """As the batch of the next free step."""
+        return SealedInfo(
+            batch.batch_id, len(self._plan) + 1, digest(payload), batch.n_samples, batch.n_tokens
+        )
+
+    def _tell_sealed(self, info: SealedInfo) -> None:
         self._events.emit(
             Kind.SEAL,
             step=info.step,
@@ -266,7 +282,6 @@ class Journal(History):
             tokens=info.tokens,
         )
         self._changed()
-        return info
 
     def drop_batch(self, batch_id: int, reason: str) -> None:
         """Take a sealed batch that is not committed, and its groups, out for good. Batches
@@ -320,6 +335,13 @@ class Journal(History):
         except BatchCorrupt as e:
             raise JournalCorrupt(f"{self._db.where}: batch {batch_id}: {e}") from e
 
+    def prompts(self, batch_id: int) -> dict[int, Any]:
+        """The prompts (JSON) of a sealed batch, by group id."""
+        rows = self._db.all(
+            "SELECT id, prompt FROM groups WHERE batch_id = ? ORDER BY id", batch_id
+        )
+        return {group_id: json.loads(prompt) for group_id, prompt in rows}
+
     def batch_info(self, batch_id: int) -> tuple[dict[str, Any], int, int]:
         """(meta, samples, tokens) of a batch, also after it was freed."""
         row = self._db.one("SELECT meta, samples, tokens FROM batches WHERE id = ?", batch_id)
@@ -364,6 +386,29 @@ def _insert_group(db: sqlite3.Connection, group: NewGroup, now_wall_s: float) ->
     ).lastrowid
     assert group_id is not None
     return group_id
+
+
+def _insert_batch(
+    db: sqlite3.Connection,
+    info: SealedInfo,
+    meta: dict[str, Any],
+    payload: bytes,
+    now_wall_s: float,
+) -> None:
+    db.execute(
+        "INSERT INTO batches (id, state, digest, payload, meta, samples, tokens, sealed_wall_s)"
+        " VALUES (?, 'sealed', ?, ?, ?, ?, ?, ?)",
+        (
+            info.batch_id,
+            info.digest,
+            payload,
+            json.dumps(meta),
+            info.samples,
+            info.tokens,
+            now_wall_s,
+        ),
+    )
+    db.execute("INSERT INTO plan VALUES (?, ?)", (info.step, info.batch_id))
 
 
 def _save_cursor(db: sqlite3.Connection, cursor: Any) -> None:

@@ -35,9 +35,20 @@ def step_line(view: RunView) -> str:
         if isinstance(value := view.metrics.get(key), int | float):
             parts.append(f"{label} {value:{form}}")
     parts.append(f"groups {view.groups_alive}/{view.groups}")
-    parts.append(f"engines {view.engines_serving}/{view.engines}")
+    if view.engines:
+        parts.append(f"engines {view.engines_serving}/{view.engines}")
     if isinstance(step_s := view.metrics.get("time/step_s"), int | float):
         parts.append(f"{step_s:.2f} s")
+    return "  ".join(parts)
+
+
+def dump_line(line: Mapping[str, Any], total: int) -> str:
+    """A dumped rollout in one line."""
+    data = line.get("data", {})
+    parts = [f"rollout {line.get('step')}/{total}"]
+    if isinstance(reward := data.get("reward"), int | float):
+        parts.append(f"reward {reward:.3f}")
+    parts.append(f"{data.get('samples')} samples  {data.get('tokens')} tokens")
     return "  ".join(parts)
 
 
@@ -67,7 +78,7 @@ class PlainReporter:
     def update(self, view: RunView, notices: list[str], steps: list[str]) -> None:
         for text in [*notices, *steps]:
             self._write(text)
-        if view.commits > 0:
+        if view.under_way:
             return
         now_s, phase = self._clock(), view.phase()
         if phase != self._phase:
@@ -100,9 +111,10 @@ class LiveReporter:
     def _panel(self, view: RunView) -> Group:
         now_s = self._clock()
         head = Table.grid(padding=(0, 2))
+        unit, done = ("step", view.step) if view.groups else ("rollout", view.dumps)
         head.add_row(
-            Text(f"step {view.step}/{view.total_steps}", style="bold"),
-            ProgressBar(total=max(1, view.total_steps), completed=view.step, width=40),
+            Text(f"{unit} {done}/{view.total_steps}", style="bold"),
+            ProgressBar(total=max(1, view.total_steps), completed=done, width=40),
             f"{view.elapsed_s(now_s):.0f} s",
         )
         state = f"{self._phase} {now_s - self._phase_since_s:.0f} s"
@@ -145,6 +157,8 @@ class ProgressConsole:
             self._view.add_event(line)
             if (text := notice(line)) is not None:
                 notices.append(text)
+            if line.get("kind") == Kind.DUMP and not self._view.groups:
+                steps.append(dump_line(line, self._view.total_steps))
         for row in self._metrics.read():
             self._view.add_metrics(row)
             steps.append(step_line(self._view))

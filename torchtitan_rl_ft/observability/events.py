@@ -48,6 +48,7 @@ class Kind(StrEnum):
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
+    DUMP = "dump"  # a sealed batch was dumped; step; data: path, samples, tokens, digest, reward
     EVAL = "eval"  # greedy evaluation; data: reward, prompts
     SESSION = "session"  # serving has another owner, or none; phase: attach, detach, ...
     WARN = "warn"  # suspicious, the run goes on; cause

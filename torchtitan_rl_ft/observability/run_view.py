@@ -28,12 +28,13 @@ class RunView:
     """Fed line by line; never asks a role anything."""
 
     total_steps: int
-    groups: int
-    engines: int
+    groups: int  # 0: nobody trains
+    engines: int  # 0: batches come from dumps
     started_mono_s: float | None = None
     step: int = 0
     commits: int = 0  # in this life of the run
     batches_sealed: int = 0
+    dumps: int = 0
     version: int | None = None
     work_begun: bool = False
     faults: int = 0
@@ -64,6 +65,8 @@ class RunView:
             self.faults += 1
         elif kind == Kind.SEAL:
             self.batches_sealed += 1
+        elif kind == Kind.DUMP:
+            self.dumps += 1
         elif kind in (Kind.QUORUM, Kind.BEGIN):
             self.work_begun = True
         elif kind in (Kind.PUBLISH, Kind.INSTALL) and line.get("version") is not None:
@@ -88,7 +91,7 @@ class RunView:
             return
         self.started_mono_s, self.outcome = mono_s, None
         self.processes, self.engine_states, self.engines_proved = {}, {}, set()
-        self.work_begun, self.batches_sealed, self.commits = False, 0, 0
+        self.work_begun, self.batches_sealed, self.commits, self.dumps = False, 0, 0, 0
 
     def _exit(self, line: Mapping[str, Any], subject: str) -> None:
         process = self.processes.setdefault(subject, Process())
@@ -119,20 +122,32 @@ class RunView:
         """Engines that serve, or that take the next version after having served."""
         return len(self.engines_proved)
 
+    @property
+    def under_way(self) -> bool:
+        """The first step is committed, or rolled out where nobody trains."""
+        return self.commits > 0 or (not self.groups and self.dumps > 0)
+
     def phase(self) -> str:
-        """What the run is waiting for before its first commit; afterwards "training"."""
+        """What the run is waiting for before its first step; afterwards what it does."""
         if self.outcome is not None:
             return self.outcome
-        if self.commits > 0:
-            return "training"
+        if self.under_way:
+            return "training" if self.groups else "rolling out"
+        if self.engines and (phase := self._engine_phase()):
+            return phase
+        if not self.batches_sealed or not self.groups:
+            return "rolling out the first batch" if self.engines else "loading the first dump"
+        return "first step" if self.work_begun else "first batch sealed, trainers starting"
+
+    def _engine_phase(self) -> str | None:
+        """Why nothing can be rolled out yet."""
         up = [s for s in self.engine_states.values() if s != STARTING]
         if not up:
             return "engines starting"
         if not self.engines_serving:
-            return "engines up, trainers starting: waiting for the initial weights"
-        if not self.batches_sealed:
-            return "rolling out the first batch"
-        return "first step" if self.work_begun else "first batch sealed, trainers starting"
+            trainers = ", trainers starting" if self.groups else ""
+            return f"engines up{trainers}: waiting for the initial weights"
+        return None
 
     def elapsed_s(self, now_mono_s: float) -> float:
         return now_mono_s - self.started_mono_s if self.started_mono_s is not None else 0.0

@@ -34,6 +34,8 @@ class Summary:
     transport: str
     faults: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    dumps: list[str] = field(default_factory=list)
+    """Files of rollout dumps, in the order of their steps."""
 
     @property
     def first_reward(self) -> float | None:
@@ -71,14 +73,18 @@ def summarise(
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
     evals = [e for e in life if e.kind is Kind.EVAL]
     ratio = ettr(events)
+    dumps = {e.step: e.data for e in life if e.kind is Kind.DUMP and e.step is not None}
+    rewards = {int(r["step"]): float(r["reward/mean"]) for r in rewarded}
+    if not rows:  # nobody trained
+        rewards = {s: d["reward"] for s, d in sorted(dumps.items()) if d["reward"] is not None}
     used = [e.data["transport"] for e in life if "transport" in e.data]
     return Summary(
         outcome=outcome,
         steps=max((int(r["step"]) for r in rows), default=0),
         total_steps=total_steps,
         wall_s=life[-1].mono_s - life[0].mono_s if life else 0.0,
-        reward_steps=[int(r["step"]) for r in rewarded],
-        rewards=[float(r["reward/mean"]) for r in rewarded],
+        reward_steps=list(rewards),
+        rewards=list(rewards.values()),
         eval_reward=float(evals[-1].data["reward"]) if evals else None,
         eval_prompts=int(evals[-1].data.get("prompts", 0)) if evals else 0,
         phase_s=_phases(rows, ratio),
@@ -86,6 +92,7 @@ def summarise(
         transport=str(used[-1]) if used else transport,
         faults=dict(_faults(life)),
         dropped=sum(e.kind is Kind.DROP for e in life),
+        dumps=[dumps[step]["path"] for step in sorted(dumps)],
     )
 
 
@@ -113,16 +120,23 @@ def _faults(life: Sequence[Event]) -> Counter[str]:
 def render(summary: Summary, run_folder: str) -> list[str]:
     """The summary as lines of text."""
     lines = ["", *terminal_curve(summary.rewards), ""]
-    rows = [
-        ("outcome", summary.outcome),
-        ("steps", f"{summary.steps} of {summary.total_steps} in {summary.wall_s:.0f} s"),
-        ("reward", _reward_text(summary)),
-        ("held-out", _eval_text(summary)),
+    unit, done = "steps", summary.steps
+    trained: list[tuple[str, str]] = [
         ("time", _time_text(summary.phase_s)),
         ("ETTR", _ettr_text(summary.ettr)),
         ("lost", _lost_text(summary.ettr)),
+    ]
+    if summary.dumps and not summary.steps:
+        unit, done, trained = "rollouts", len(summary.dumps), []
+    rows = [
+        ("outcome", summary.outcome),
+        (unit, f"{done} of {summary.total_steps} in {summary.wall_s:.0f} s"),
+        ("reward", _reward_text(summary)),
+        ("held-out", _eval_text(summary)),
+        *trained,
         ("transport", summary.transport),
         ("dropped", f"{summary.dropped} prompt groups or batches"),
+        *([("dumps", _dumps_text(summary.dumps))] if summary.dumps else []),
         *_fault_rows(summary.faults),
         ("run folder", run_folder),
     ]
@@ -134,7 +148,12 @@ def _reward_text(summary: Summary) -> str:
     if first is None or last is None:
         return "none: no step was committed"
     n = min(FIRST_LAST_STEPS, len(summary.rewards))
-    return f"{first:.3f} -> {last:.3f} (means of the first and last {n} steps)"
+    unit = "steps" if summary.steps else "rollouts"
+    return f"{first:.3f} -> {last:.3f} (means of the first and last {n} {unit})"
+
+
+def _dumps_text(dumps: Sequence[str]) -> str:
+    return dumps[0] if len(dumps) == 1 else f"{len(dumps)} files, {dumps[0]} to {dumps[-1]}"
 
 
 def _eval_text(summary: Summary) -> str:

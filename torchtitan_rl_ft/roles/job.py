@@ -65,6 +65,9 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
         if not role.alive():
             folder.unregister(role.name)
     _make_model(resolved)
+    if debug_mode(resolved.sections.rollout) is not DebugMode.NONE:
+        folder.remove_scratch()
+        _check_dumps(resolved)
     resolved.write(folder)
     return decision.start
 
@@ -75,8 +78,23 @@ def join(resolved: Resolved) -> None:
     folder = resolved.run_folder
     folder.token(create=True)
     _make_model(resolved)
+    _check_dumps(resolved)
     if not folder.resolved_config.exists():
         resolved.write(folder)
+
+
+def _check_dumps(resolved: Resolved) -> None:
+    """What train_only trains on is there, before anything is started. Raises ConfigError."""
+    if debug_mode(resolved.sections.rollout) is not DebugMode.TRAIN_ONLY:
+        return
+    from torchtitan_rl_ft.journal.dump_files import DumpInvalid
+    from torchtitan_rl_ft.roles import rollout  # here: no other start needs a tokenizer
+
+    tokenizer = rollout.load_tokenizer(rollout.model_directory(resolved))
+    try:
+        rollout.dump_source(resolved).check(rollout.model_identity(resolved, tokenizer))
+    except DumpInvalid as e:
+        raise ConfigError(str(e)) from e
 
 
 def _make_model(resolved: Resolved) -> None:

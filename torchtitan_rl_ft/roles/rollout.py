@@ -14,23 +14,28 @@ from typing import TYPE_CHECKING
 import aiohttp
 from tokenizers import Tokenizer
 
-from torchtitan_rl_ft.config.debug_mode import journaling
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal import service as ledger_service
 from torchtitan_rl_ft.journal.checkpoints import checker, finder
+from torchtitan_rl_ft.journal.dump_files import DumpInvalid, DumpWriteError
 from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.rollout import plugins, schedule, service
+from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
+from torchtitan_rl_ft.rollout.dumps import ModelIdentity
 from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.generation import ServingClient
 from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
+from torchtitan_rl_ft.rollout.initial_policy import announce_initial_policy
 from torchtitan_rl_ft.rollout.judging import Judge
 from torchtitan_rl_ft.rollout.loop import LoopSettings, RolloutLoop
 from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
 from torchtitan_rl_ft.rollout.protocols import PluginContext
+from torchtitan_rl_ft.rollout.replay import DumpReplay, DumpSource
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
 from torchtitan_rl_ft.rpc.server import make_app, start
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
@@ -45,7 +50,8 @@ _LINGER_POLL_S = 0.1
 def main(resolved: Resolved) -> int:
     """Serve until the run is over; the exit code says how it went.
 
-    Raises ConfigError (model directory without tokenizer, plug-in that cannot be loaded).
+    Raises ConfigError (model directory without tokenizer, plug-in that cannot be loaded, a dump
+    that cannot be trained on).
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -55,7 +61,9 @@ def main(resolved: Resolved) -> int:
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
         return asyncio.run(_interruptible(resolved, folder, events))
-    except (JournalError, RolloutStalled, OSError) as e:
+    except DumpInvalid as e:
+        raise ConfigError(str(e)) from e
+    except (JournalError, RolloutStalled, DumpWriteError, OSError) as e:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: {NAME}: {e}", flush=True)
         return ExitCode.FAILED
@@ -76,32 +84,15 @@ async def _interruptible(resolved: Resolved, folder: RunFolder, events: EventLog
 
 async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
     sections = resolved.sections
-    model_path = model_directory(resolved)
-    tokenizer = load_tokenizer(model_path)
-    context = PluginContext(sections.rl.seed, tokenizer, model_path)
-    source = plugins.load_data_source(
-        sections.rl.data_source, context, journaling=journaling(sections.rollout)
-    )
-    judge = Judge(
-        plugins.load_reward(sections.rl.reward, context),
-        plugins.load_filter(sections.rl.filter, context),
-        timeout_s=sections.rollout.request_timeout_s,
-    )
+    mode = debug_mode(sections.rollout)
+    tokenizer = load_tokenizer(model_directory(resolved))
     token = folder.token()
     async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(judge.close)
-        journal = stack.enter_context(
-            Journal.open(folder.journal, events=events, durable=sections.rollout.journal)
-        )
-        ledger = Ledger(
-            journal,
-            events=events,
-            metrics_path=folder.metrics,
-            why_incomplete=checker(folder.path),
-            find_checkpoints=finder(folder.path / str(resolved.get("checkpoint.folder"))),
-            last_step=int(resolved.get("training.steps")),
-            max_numeric_refusals=sections.recovery.max_numeric_refusals,
-        )
+        parts = None
+        if mode is not DebugMode.TRAIN_ONLY:
+            parts = _Parts(resolved, tokenizer, events)
+            stack.push_async_callback(parts.judge.close)
+        ledger = _ledger(resolved, folder, stack.enter_context(_journal(resolved, events)), events)
         # One connection per request in flight; serving is one hop away on this host.
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -109,11 +100,79 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         client = ServingClient(
             session, lambda: _url(folder, "serving"), token, on_awaited=ledger.publish_awaited
         )
+        driver: RolloutLoop | DumpReplay
+        if parts is None:
+            source = dump_source(resolved)
+            source.check(model_identity(resolved, tokenizer))
+            driver = DumpReplay(ledger, source, events)
+        else:
+            driver = parts.loop(ledger, client)
+        app = make_app(token, [*ledger_service.routes(ledger), *service.routes(driver)])
+        url, runner = await start(app)
+        stack.push_async_callback(runner.cleanup)
+        folder.register(NAME, url)
+        stack.callback(folder.unregister, NAME)
+        events.emit(Kind.READY, url=url)
+        if mode is DebugMode.ROLLOUT_ONLY:
+            await announce_initial_policy(
+                client, model_directory(resolved), folder.weights, _serving_limit_s(resolved)
+            )
+        await driver.run()
+        await _linger(ledger, sections.recovery.batch_wait_timeout_s)
+        code = _exit_code(ledger)
+    if mode is not DebugMode.NONE and code == ExitCode.DONE:
+        folder.remove_scratch()
+    return code
+
+
+def _journal(resolved: Resolved, events: EventLog) -> Journal:
+    """The run's, or in a debug mode a scratch one that this job alone knows."""
+    rollout, folder = resolved.sections.rollout, resolved.run_folder
+    if debug_mode(rollout) is DebugMode.NONE:
+        return Journal.open(folder.journal, events=events, durable=rollout.journal)
+    if ATTEMPT_ENV not in os.environ:  # by hand: nobody has tidied up
+        folder.remove_scratch()
+    return Journal.open(folder.scratch_journal, events=events)
+
+
+def _ledger(resolved: Resolved, folder: RunFolder, journal: Journal, events: EventLog) -> Ledger:
+    sections = resolved.sections
+    return Ledger(
+        journal,
+        events=events,
+        metrics_path=folder.metrics,
+        why_incomplete=checker(folder.path),
+        find_checkpoints=finder(folder.path / str(resolved.get("checkpoint.folder"))),
+        last_step=int(resolved.get("training.steps")),
+        max_numeric_refusals=sections.recovery.max_numeric_refusals,
+        publishes=debug_mode(sections.rollout) is not DebugMode.TRAIN_ONLY,
+    )
+
+
+class _Parts:
+    """What generates, judges and dumps. Raises ConfigError when a plug-in cannot be loaded."""
+
+    def __init__(self, resolved: Resolved, tokenizer: Tokenizer, events: EventLog) -> None:
+        rl, rollout = resolved.sections.rl, resolved.sections.rollout
+        self._resolved, self._tokenizer, self._events = resolved, tokenizer, events
+        context = PluginContext(rl.seed, tokenizer, model_directory(resolved))
+        self._source = plugins.load_data_source(
+            rl.data_source, context, journaling=journaling(rollout)
+        )
+        self.judge = Judge(
+            plugins.load_reward(rl.reward, context),
+            plugins.load_filter(rl.filter, context),
+            timeout_s=rollout.request_timeout_s,
+        )
+
+    def loop(self, ledger: Ledger, client: ServingClient) -> RolloutLoop:
+        """Raises ConfigError when the journal is of another data source."""
+        resolved, events = self._resolved, self._events
         starvation = _starvation(resolved, events)
         rollout = GroupRollout(
             client,
-            tokenizer,
-            judge,
+            self._tokenizer,
+            self.judge,
             _sampling(resolved),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
@@ -121,32 +180,31 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         check = EngineCheck(
             client,
             events,
-            sections.rollout.health_check_timeout,
+            resolved.sections.rollout.health_check_timeout,
             on_done=lambda: loop.wake(),
         )
         watch = PolicyWatch(client, on_change=lambda: loop.wake())
+        dumps = None
+        if (settings := dump_settings(resolved, self._tokenizer)) is not None:
+            dumps = DumpWriter(
+                ledger.journal, self._tokenizer, settings, events, on_written=lambda: loop.wake()
+            )
         try:
             loop = RolloutLoop(
                 ledger,
-                source,
+                self._source,
                 rollout,
                 watch,
                 starvation,
                 loop_settings(resolved),
                 events,
                 engine_check=check,
+                dumps=dumps,
             )
         except ValueError as e:
-            raise ConfigError(f"rl.data_source = {sections.rl.data_source!r}: {e}") from e
-        app = make_app(token, [*ledger_service.routes(ledger), *service.routes(loop)])
-        url, runner = await start(app)
-        stack.push_async_callback(runner.cleanup)
-        folder.register(NAME, url)
-        stack.callback(folder.unregister, NAME)
-        events.emit(Kind.READY, url=url)
-        await loop.run()
-        await _linger(ledger, sections.recovery.batch_wait_timeout_s)
-        return _exit_code(ledger)
+            spec = resolved.sections.rl.data_source
+            raise ConfigError(f"rl.data_source = {spec!r}: {e}") from e
+        return loop
 
 
 async def _linger(ledger: Ledger, timeout_s: float) -> None:
@@ -208,6 +266,42 @@ def loop_settings(resolved: Resolved) -> LoopSettings:
         eval_path=resolved.run_folder.path / "eval.json",
         drain_timeout_s=rollout.request_timeout_s,
         final_policy_timeout_s=resolved.sections.recovery.batch_wait_timeout_s,
+        trainers=debug_mode(rollout) is not DebugMode.ROLLOUT_ONLY,
+    )
+
+
+def model_identity(resolved: Resolved, tokenizer: Tokenizer) -> ModelIdentity:
+    """Raises ConfigError."""
+    path = model_directory(resolved)
+    try:
+        return ModelIdentity.of(path, tokenizer)
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"{path / 'config.json'} is no model's: {type(e).__name__}: {e}") from e
+
+
+def dump_settings(resolved: Resolved, tokenizer: Tokenizer) -> DumpSettings | None:
+    """None: nothing is dumped. Raises ConfigError."""
+    rollout = resolved.sections.rollout
+    if not rollout.save_debug_rollout_data:
+        return None
+    return DumpSettings(
+        template=rollout.save_debug_rollout_data,
+        run_folder=resolved.run_folder.path,
+        model=model_identity(resolved, tokenizer),
+        run_seed=resolved.sections.rl.seed,
+        required=debug_mode(rollout) is DebugMode.ROLLOUT_ONLY,
+    )
+
+
+def dump_source(resolved: Resolved) -> DumpSource:
+    rl, rollout = resolved.sections.rl, resolved.sections.rollout
+    return DumpSource(
+        template=rollout.load_debug_rollout_data,
+        run_folder=resolved.run_folder.path,
+        total_steps=int(resolved.get("training.steps")),
+        share=rollout.load_debug_rollout_data_subsample,
+        seed=rl.seed,
+        loss_norm=rl.loss_norm,
     )
 
 
@@ -229,16 +323,19 @@ def _sampling(resolved: Resolved) -> Sampling:
 
 
 def _starvation(resolved: Resolved, events: EventLog) -> Starvation:
-    """Engines may have to start anew: serving is given the time for that."""
-    limit_s = max(
-        resolved.sections.recovery.batch_wait_timeout_s,
-        resolved.sections.rollout.engine_start_timeout_s,
-    )
     return Starvation(
         events,
-        unavailable_limit_s=limit_s,
+        unavailable_limit_s=_serving_limit_s(resolved),
         groups_per_step=resolved.sections.rl.groups_per_step,
         mono_s=time.monotonic,
+    )
+
+
+def _serving_limit_s(resolved: Resolved) -> float:
+    """Engines may have to start anew: serving is given the time for that."""
+    return max(
+        resolved.sections.recovery.batch_wait_timeout_s,
+        resolved.sections.rollout.engine_start_timeout_s,
     )
 
 

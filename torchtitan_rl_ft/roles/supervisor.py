@@ -27,7 +27,7 @@ from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec, next_attempt
-from torchtitan_rl_ft.roles.lifecycle import RestartLimits
+from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -101,8 +101,8 @@ async def _supervise(
     )
     view = RunView(
         total_steps=resolved.get("training.steps"),
-        groups=sections.fault_tolerance.replica_groups,
-        engines=sections.rollout.engines,
+        groups=sum(spec.duty is Duty.WORKER for spec in specs),
+        engines=sections.rollout.engines if any(s.name == "serving" for s in specs) else 0,
     )
     console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
     try:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.run_folder import (
@@ -114,8 +115,8 @@ def main(resolved: Resolved) -> int:
     try:
         lighthouse = _lighthouse_url(folder) if section.enable else None
         if ATTEMPT_ENV not in os.environ:  # by hand: nobody else is about to start these
-            wait_for_role(folder, "rollout", ROLE_WAIT_TIMEOUT_S)
-            wait_for_role(folder, "serving", ROLE_WAIT_TIMEOUT_S)
+            for name in roles_of_trainers(resolved.sections.rollout):
+                wait_for_role(folder, name, ROLE_WAIT_TIMEOUT_S)
         env = group_env(
             os.environ,
             folder=folder,

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
@@ -132,6 +133,24 @@ class ServingClient:
             "POST", "/v1/check", timeout_s=timeout_s + CHECK_GRACE_S, json={"timeout_s": timeout_s}
         )
         return [int(slot) for slot in answer["retired"]]
+
+    async def publish(
+        self, step: int, token: str, path: Path, manifest_digest: str, timeout_s: float
+    ) -> int:
+        """Announce weights; the version that serving gave them. Raises ServingUnavailable,
+        GenerationFailed."""
+        body = {
+            "step": step,
+            "token": token,
+            "path": str(path),
+            "manifest_digest": manifest_digest,
+            "wait": "none",
+            "deadline_s": timeout_s,
+        }
+        answer = await self._request(
+            "POST", "/v1/publish", timeout_s=timeout_s + GRACE_S, json=body
+        )
+        return int(answer["version"])
 
     async def _request(self, method: str, path: str, *, timeout_s: float, **kwargs: Any) -> Any:
         url = self._find_url()

@@ -21,6 +21,7 @@ from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import NewGroup, PromptGroup
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.rollout import schedule
+from torchtitan_rl_ft.rollout.dump_writer import DumpWriter
 from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.evaluation import evaluate
 from torchtitan_rl_ft.rollout.generation import ServedPolicy
@@ -45,6 +46,9 @@ class LoopSettings:
     eval_path: Path
     drain_timeout_s: float
     final_policy_timeout_s: float
+    trainers: bool = True
+    """False: nobody trains. The policy stays as it is, and the run is over when every batch is
+    sealed and dumped."""
 
 
 class RolloutLoop:
@@ -61,6 +65,7 @@ class RolloutLoop:
         events: EventSink,
         *,
         engine_check: EngineCheck | None = None,
+        dumps: DumpWriter | None = None,
         mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up what the journal holds: the source's position, pending prompts (rolled out
@@ -70,10 +75,12 @@ class RolloutLoop:
         self._source, self._rollout, self._watch = source, rollout, watch
         self._starvation, self._settings, self._events = starvation, settings, events
         self._rules, self._engine_check = settings.rules, engine_check
+        self._dumps = dumps
         self._mono_s = mono_s
         self._wake = asyncio.Event()
         self._queue: deque[PromptGroup] = deque(self._journal.pending())
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._beside: list[asyncio.Task[None]] = []
         self._accepted = {g.group_id: _accepted(g) for g in self._journal.accepted()}
         self._started_mono_s: dict[int, float] = {}
         self._exhausted = False
@@ -104,6 +111,7 @@ class RolloutLoop:
             "mode": self._rules.mode,
             "step": self._journal.tip.step,
             "total_steps": self._rules.total_steps,
+            "sealed": len(self._journal.plan),
             "policy": None if policy is None else {"version": policy.version, "step": policy.step},
             "in_flight": len(self._tasks),
             "queued": len(self._queue),
@@ -118,19 +126,22 @@ class RolloutLoop:
     # The loop ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the ledger has an outcome. Raises RolloutStalled, JournalError; tasks are ended
-        in every case."""
-        watching = asyncio.create_task(self._watch.run())
-        watching.add_done_callback(lambda _: self.wake())
+        """Until the ledger has an outcome. Raises RolloutStalled, JournalError, DumpWriteError;
+        tasks are ended in every case."""
+        self._beside = [asyncio.create_task(self._watch.run())]
+        if self._dumps is not None:
+            self._dumps.take_up()
+            self._beside.append(asyncio.create_task(self._dumps.run()))
+        for task in self._beside:
+            task.add_done_callback(lambda _: self.wake())
         try:
             while self._ledger.outcome is None:
                 self._wake.clear()
-                if watching.done():
-                    watching.result()
+                self._check_beside()
                 self._starvation.check()
                 if self._draining is not None:
                     self._end_drained()
-                elif self._journal.tip.step >= self._rules.total_steps:
+                elif self._complete():
                     await self._finish()
                     continue
                 else:
@@ -138,10 +149,16 @@ class RolloutLoop:
                 await self._woken()
                 self._collect()
         finally:
-            await _cancelled([watching, *self._tasks.values()])
+            await _cancelled([*self._beside, *self._tasks.values()])
             if self._engine_check is not None:
                 await self._engine_check.close()
             self._tasks.clear()
+
+    def _check_beside(self) -> None:
+        """Raises what has ended a task that never ends by itself."""
+        for task in self._beside:
+            if task.done():
+                task.result()
 
     async def _woken(self) -> None:
         """Wait for `wake`, or a tick. Not `wait_for`: in Python 3.11 that can lose a cancellation
@@ -162,7 +179,7 @@ class RolloutLoop:
             self._enter("waiting_for_policy")
             return
         while self._seal_next(policy):
-            pass
+            policy = self._policy() or policy
         planned = len(self._journal.plan)
         room = schedule.wanted(self._rules, policy, planned) - len(self._accepted)
         self._issue(room - len(self._tasks) - len(self._queue))
@@ -174,6 +191,8 @@ class RolloutLoop:
         served = self._watch.current
         if served is None:
             return None
+        if not self._settings.trainers:
+            return schedule.constant_policy(served.version, len(self._journal.plan))
         return schedule.known_policy(
             served.version, served.step, served.token, self._journal.tokens
         )
@@ -181,7 +200,7 @@ class RolloutLoop:
     def _seal_next(self, policy: schedule.Policy) -> bool:
         """Seal the next batch if its groups are there; True when it was."""
         planned = len(self._journal.plan)
-        if planned >= self._rules.total_steps:
+        if planned >= self._rules.total_steps or (self._dumps is not None and self._dumps.full):
             return False
         version = schedule.version_at(policy, planned)
         waiting = [schedule.Waiting(i, g.min_version) for i, g in self._accepted.items()]
@@ -204,7 +223,9 @@ class RolloutLoop:
         batch.meta["rollout/span_s"] = now - min(started, default=now)
         if self._engine_check is not None:
             batch.meta["rollout/engine_check_s"] = self._engine_check.took_s
-        self._journal.seal(batch, choice.seal)
+        sealed = self._journal.seal(batch, choice.seal)
+        if self._dumps is not None:
+            self._dumps.sealed(sealed.step)
         for group_id in choice.seal:
             del self._accepted[group_id]
         self._starvation.sealed(bool(batch.arrays["advantages"].any()))
@@ -231,7 +252,9 @@ class RolloutLoop:
 
     def _check_exhausted(self) -> None:
         """Raises RolloutStalled when a batch that is left to seal cannot be filled any more."""
-        busy = self._tasks or self._queue or self._journal.sealed_ahead
+        busy = self._tasks or self._queue
+        if self._settings.trainers:
+            busy = busy or self._journal.sealed_ahead
         left = self._rules.total_steps - len(self._journal.plan)
         if (
             self._exhausted
@@ -286,7 +309,8 @@ class RolloutLoop:
 
     def _end_drained(self) -> None:
         self._enter("draining")
-        if not self._tasks or self._mono_s() >= self._drain_until_mono_s:
+        idle = not self._tasks and (self._dumps is None or self._dumps.idle)
+        if idle or self._mono_s() >= self._drain_until_mono_s:
             self._ledger.set_outcome("drained", self._draining or "")
 
     async def _finish(self) -> None:
@@ -294,6 +318,8 @@ class RolloutLoop:
 
         Returns early when the history was rewound meanwhile.
         """
+        self._enter("waiting_for_dumps")
+        await self._dumped()
         self._enter("waiting_for_final_policy")
         policy = await self._final_policy()
         if policy is None:
@@ -302,10 +328,22 @@ class RolloutLoop:
             self._enter("evaluation")
             await self._evaluate(policy)
         if self._complete():
-            self._ledger.set_outcome("done", f"all {self._rules.total_steps} steps are committed")
+            total = self._rules.total_steps
+            done = f"all {total} steps are committed"
+            if not self._settings.trainers:
+                done = f"all {total} rollouts are dumped"
+            self._ledger.set_outcome("done", done)
 
     def _complete(self) -> bool:
-        return self._journal.tip.step >= self._rules.total_steps
+        reached = self._journal.tip.step if self._settings.trainers else len(self._journal.plan)
+        return reached >= self._rules.total_steps
+
+    async def _dumped(self) -> None:
+        """Every sealed batch is dumped. Raises DumpWriteError."""
+        while self._dumps is not None and not self._dumps.idle:
+            self._wake.clear()
+            self._check_beside()
+            await self._woken()
 
     async def _final_policy(self) -> ServedPolicy | None:
         """The policy of the tip, once it is served; None when there is work again."""

@@ -64,6 +64,11 @@ def known_policy(version: int, step: int, token: str, tokens: Sequence[str]) -> 
     return Policy(version, step if on_chain else len(tokens) - 2)
 
 
+def constant_policy(version: int, planned_steps: int) -> Policy:
+    """The policy of a run that trains nothing: that of every step to come."""
+    return Policy(version, planned_steps)
+
+
 def version_at(policy: Policy, step: int) -> int:
     """Version that will be current after `step` commits, step >= policy.step: every commit
     publishes one."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from aiohttp import web
 
-from torchtitan_rl_ft.rollout.loop import RolloutLoop
 from torchtitan_rl_ft.rpc.server import RequestError
 
 
-def routes(loop: RolloutLoop) -> list[web.RouteDef]:
+class Driven(Protocol):
+    """What feeds the trainers: the rollout loop, or dumps."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def drain(self, reason: str) -> None: ...
+
+
+def routes(loop: Driven) -> list[web.RouteDef]:
     """`GET /v1/status`: what the loop is doing. `POST /v1/stop {"reason"}`: start nothing new,
     accept what is in flight, then stop the trainers; answers at once."""
 

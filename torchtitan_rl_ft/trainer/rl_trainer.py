@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
+from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.client import LedgerClient, LiveBeats
@@ -75,7 +76,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     def __init__(self, config: Config) -> None:
         self.run_folder = find_run(config.dump_folder)
         if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
-            require_roles(self.run_folder, ("rollout", "serving"))
+            require_roles(self.run_folder, roles_of_trainers(config.rollout))
         self._token = self.run_folder.token()
         if config.fault_tolerance.enable:
             set_lighthouse(self.run_folder)

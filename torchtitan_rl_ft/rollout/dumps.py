@@ -1,0 +1,186 @@
+"""Rollout dumps: a sealed batch in a file, with the prompts and answers as text.
+
+A dump holds the very arrays that were sealed, so what is loaded has the digest of what was live.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from torchtitan_rl_ft.journal.dump_files import (
+    DumpInvalid,
+    from_json_array,
+    read_dump,
+    read_head,
+    to_json_array,
+    write_dump,
+)
+from torchtitan_rl_ft.journal.records import ARRAYS, SealedBatch, digest
+from torchtitan_rl_ft.rollout.generation import sample_seed
+
+KIND = "rollout"
+_GROUPS, _RESPONSES = "groups_json", "responses_json"
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What samples and model must have in common."""
+
+    model_type: str
+    vocab_size: int
+    vocabulary_sha256: str
+
+    @classmethod
+    def of(cls, model_path: Path, tokenizer: Tokenizer) -> ModelIdentity:
+        """Of an HF directory. Raises OSError, ValueError, KeyError."""
+        config = json.loads((model_path / "config.json").read_bytes())
+        entries = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
+        return cls(
+            str(config["model_type"]),
+            int(config["vocab_size"]),
+            hashlib.sha256(json.dumps(entries).encode()).hexdigest(),
+        )
+
+
+@dataclass(frozen=True)
+class DumpedSample:
+    """One sample of a dump. Lists are per output token; `mask` is 1 where it is trained on."""
+
+    index: int
+    group_id: int
+    prompt: dict[str, Any]  # text, answer, epoch, index
+    seed: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    mask: list[int]
+    reward: float
+    advantage: float
+    response: str
+
+
+@dataclass(frozen=True)
+class RolloutDump:
+    """`rollout_id` is the step that the batch was sealed for; `prompts` are JSON by group."""
+
+    rollout_id: int
+    batch: SealedBatch
+    digest: str
+    prompts: Mapping[int, dict[str, Any]]
+    responses: list[str]
+    model: ModelIdentity
+    run_seed: int
+
+    @property
+    def path_free_head(self) -> dict[str, Any]:
+        return {
+            "rollout_id": self.rollout_id,
+            "batch_id": self.batch.batch_id,
+            "digest": self.digest,
+            "meta": self.batch.meta,
+            "model": asdict(self.model),
+            "run_seed": self.run_seed,
+        }
+
+    def samples(self) -> Iterator[DumpedSample]:
+        """In the order of the batch; a sample's index is its place in it."""
+        a, visits = self.batch.arrays, dict.fromkeys(self.prompts, 0)
+        for i in range(self.batch.n_samples):
+            group_id = int(a["group_ids"][i])
+            prompt, n = self.prompts[group_id], visits[group_id]
+            visits[group_id] += 1
+            start, end = (int(x) for x in a["sample_offsets"][i : i + 2])
+            answer = start + int(a["prompt_lens"][i])
+            yield DumpedSample(
+                index=i,
+                group_id=group_id,
+                prompt=prompt,
+                seed=sample_seed(self.run_seed, prompt["epoch"], prompt["index"], n),
+                prompt_ids=a["tokens"][start:answer].tolist(),
+                output_ids=a["tokens"][answer:end].tolist(),
+                logprobs=a["logprobs"][answer:end].tolist(),
+                versions=a["versions"][answer:end].tolist(),
+                mask=a["loss_mask"][answer:end].tolist(),
+                reward=float(a["rewards"][i]),
+                advantage=float(a["advantages"][i]),
+                response=self.responses[i],
+            )
+
+
+def make_dump(
+    rollout_id: int,
+    payload: bytes,
+    prompts: Mapping[int, dict[str, Any]],
+    tokenizer: Tokenizer,
+    model: ModelIdentity,
+    run_seed: int,
+) -> RolloutDump:
+    """Of the bytes of a sealed batch. Raises records.BatchCorrupt."""
+    batch = SealedBatch.from_bytes(payload)
+    a = batch.arrays
+    starts = a["sample_offsets"][:-1] + a["prompt_lens"]
+    answers = [
+        a["tokens"][start:end].tolist()
+        for start, end in zip(starts, a["sample_offsets"][1:], strict=True)
+    ]
+    responses = tokenizer.decode_batch(answers, skip_special_tokens=True)
+    return RolloutDump(rollout_id, batch, digest(payload), prompts, responses, model, run_seed)
+
+
+def save_dump(path: Path, dump: RolloutDump) -> None:
+    """Raises DumpWriteError."""
+    groups = [{"group_id": i, "prompt": prompt} for i, prompt in dump.prompts.items()]
+    texts = {_GROUPS: to_json_array(groups), _RESPONSES: to_json_array(dump.responses)}
+    write_dump(path, KIND, dump.path_free_head, {**dump.batch.arrays, **texts})
+
+
+def load_dump(path: Path) -> RolloutDump:
+    """Raises DumpInvalid, also when the batch is not the one that was dumped."""
+    head, arrays = read_dump(path, KIND)
+    try:
+        groups = from_json_array(arrays.pop(_GROUPS))
+        responses = from_json_array(arrays.pop(_RESPONSES))
+        if set(arrays) != set(ARRAYS):
+            raise DumpInvalid(f"{path} is a dump of another format: it holds {sorted(arrays)}")
+        batch = SealedBatch(head["batch_id"], arrays, head["meta"])
+        dump = RolloutDump(
+            head["rollout_id"],
+            batch,
+            head["digest"],
+            {int(g["group_id"]): g["prompt"] for g in groups},
+            responses,
+            ModelIdentity(**head["model"]),
+            head["run_seed"],
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise DumpInvalid(f"{path} is no whole dump: {type(e).__name__}: {e}") from e
+    if digest(batch.to_bytes()) != dump.digest:
+        raise DumpInvalid(f"{path} is damaged: its samples do not match their digest")
+    return dump
+
+
+def check_dump(path: Path, rollout_id: int, model: ModelIdentity | None) -> str:
+    """The digest of the batch in a dump, by its head alone. Raises DumpInvalid when it is of
+    another rollout or, with `model`, of samples that this model cannot have made."""
+    head = read_head(path, KIND)
+    try:
+        found, of, dumped = head["rollout_id"], ModelIdentity(**head["model"]), head["digest"]
+    except (KeyError, TypeError) as e:
+        raise DumpInvalid(f"{path} is no whole dump: {type(e).__name__}: {e}") from e
+    if found != rollout_id:
+        raise DumpInvalid(f"{path} holds rollout {found}, not {rollout_id}")
+    if model is not None and of != model:
+        differs = next(k for k, v in asdict(model).items() if getattr(of, k) != v)
+        raise DumpInvalid(
+            f"{path} was sampled from another model: {differs} {getattr(of, differs)}, the "
+            f"model of this job has {getattr(model, differs)}"
+        )
+    return dumped
