@@ -261,25 +261,24 @@ class FakeEngine:
         aborted = self.samples[output.rid]
         while len(output.ids) < limit:
             await asyncio.sleep(self.faults.get("token_s", 0))
-            if not self.go.is_set():
-                if self.paused == "abort":
-                    finish = ABORTED
-                    break
+            if not self.go.is_set() and self.paused != "abort":
                 await _either(self.go, aborted)
                 if aborted.is_set():
                     message = output.aborted_in_queue(self.version)
                     if tell is not None:
                         await tell(message)
                     return message
-            if aborted.is_set():
-                finish = ABORTED
-                break
             if not output.ids and cache is None:
                 await self._prefill(prompt)
+            # One step more, as the real one, which looks for no stop token in it.
+            last = aborted.is_set() or self.paused == "abort"
             weights = self.cached if cache in (None, self.cached) else f"{cache}+{self.cached}"
             key = (prompt + output.ids, weights, seed)
             token, logprob = await self._next(key, parameters, stops)
             output.add(token, logprob, self.version)
+            if last:
+                finish = ABORTED
+                break
             if token in stops and not parameters.get("ignore_eos"):
                 finish = {"type": "stop", "matched": token}
                 break

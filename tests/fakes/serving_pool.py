@@ -27,7 +27,7 @@ from torchtitan_rl_ft.serving.launch import (
     make_scratch,
     stream_arguments,
 )
-from torchtitan_rl_ft.serving.router import GenerateRequest
+from torchtitan_rl_ft.serving.requests import GenerateRequest
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
 from torchtitan_rl_ft.weights.proof import EngineLayout

@@ -46,6 +46,7 @@ class Kind(StrEnum):
     PUBLISH = "publish"  # a policy version was announced; version, step
     PROMOTE = "promote"  # a standby engine takes the place of a lost one; cause
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
+    MOVE = "move"  # a request left an engine unfinished; cause; data: request, samples, tokens kept
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
     DUMP = "dump"  # a sealed batch was dumped; step; data: path, samples, tokens, digest, reward

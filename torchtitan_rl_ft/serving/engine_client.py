@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 
-from torchtitan_rl_ft.serving.samples import AnswerInvalid, Sample, parse_samples
+from torchtitan_rl_ft.serving.samples import AnswerInvalid
+from torchtitan_rl_ft.serving.streaming import DONE, EventSplitter, stream_refusal
+
+Take = Callable[[dict[str, Any]], None]
+"""Is given the messages of a streamed answer, in order."""
 
 PROBE_PREFIX = "probe-"
 """Of the ids of our probes."""
@@ -48,26 +53,46 @@ class EngineClient:
     async def model_info(self, timeout_s: float) -> dict[str, Any]:
         return await self._json("GET", "/model_info", timeout_s=timeout_s)
 
-    async def generate(
-        self,
-        input_ids: Sequence[int],
-        n: int,
-        sampling: dict[str, Any],
-        seeds: Sequence[int] | None,
-        timeout_s: float,
-    ) -> list[Sample]:
-        """`n` samples of one prompt. With `seeds`, sample i is drawn with seeds[i] (needs
-        `--enable-deterministic-inference`); they go as n requests in one body, because SGLang
-        gives one seed to all samples of a request."""
-        if seeds is None:
-            ids: Any = list(input_ids)
-            parameters: Any = {**sampling, "n": n}
-        else:
-            ids = [list(input_ids)] * n
-            parameters = [{**sampling, "sampling_seed": s} for s in seeds]
-        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
-        answer = await self._json("POST", "/generate", body, timeout_s=timeout_s)
-        return parse_samples(answer, n, self.name)
+    async def stream(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
+        """Ask /generate and give each message to `take`, until the engine says that it was the
+        last one. `body` asks for a stream. What `take` raises ends the request, in the engine
+        too, and goes through.
+
+        The connection is used once: two seconds after a bad request SGLang closes the one that
+        it came on, whatever runs there.
+        """
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        headers = {"Connection": "close"}
+        self._check_fence("/generate")
+        try:
+            async with self._http.post(
+                self.url + "/generate", json=body, headers=headers, timeout=limit
+            ) as response:
+                if response.status != 200:
+                    raise EngineRefused(response.status, await _message(response))
+                events = EventSplitter()
+                async for data in response.content.iter_any():
+                    self._check_fence("/generate")
+                    for event in events.feed(data):
+                        if event == DONE:
+                            return
+                        take(self._understood(event))
+        except TimeoutError:
+            raise EngineTimeout(f"{self.name} /generate: not done in {timeout_s:.3g} s") from None
+        except (aiohttp.ClientError, OSError) as e:
+            raise EngineUnreachable(f"{self.name} /generate: {type(e).__name__}: {e}") from e
+        raise EngineUnreachable(f"{self.name} /generate: the answer broke off")
+
+    def _understood(self, event: bytes) -> dict[str, Any]:
+        """A message; raises EngineRefused where it is an error, AnswerInvalid where it is none."""
+        try:
+            message = json.loads(event)
+            refusal = stream_refusal(message)
+        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            raise AnswerInvalid(f"{self.name} /generate: not understood: {event[:100]!r}") from e
+        if refusal is not None:
+            raise EngineRefused(*refusal)
+        return message
 
     async def probe(self, timeout_s: float) -> None:
         """Let the engine generate one token; a healthy idle one takes some 10 ms, a paused one

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
-from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.continuation import can_continue, request_body, settle
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import (
     EngineRefused,
@@ -18,45 +18,19 @@ from torchtitan_rl_ft.serving.engine_client import (
     EngineUnreachable,
 )
 from torchtitan_rl_ft.serving.pool import EnginePool
-from torchtitan_rl_ft.serving.samples import AnswerInvalid, Sample
+from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
+from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
 
 MAX_FAILURES = 4
 MAX_ABORTS = 16
-"""Aborted samples are generated anew; in pause mode `abort` every publish aborts."""
+"""In pause mode `abort` every publish aborts."""
 
-ABORTED = "abort"
 RETRIED_STATUSES = frozenset({408, 429})
 """Client errors that speak of the engine's load, not of the request."""
 
 
-class RequestRejected(Exception):
-    """The request itself is bad: no engine would take it."""
-
-
-class RequestFailed(Exception):
-    """No engine answered within the caller's limit or the number of tries. `tried`: an engine was
-    asked, so the request itself may be what engines fail on."""
-
-    def __init__(self, message: str, tried: bool) -> None:
-        super().__init__(message)
-        self.tried = tried
-
-
 class EngineGone(Exception):
     """The engine was retired while it was answering."""
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """`n` samples of one prompt group; `seeds` has one integer for each, or is None."""
-
-    request_id: str
-    input_ids: list[int]
-    n: int
-    sampling: dict[str, object]
-    seeds: list[int] | None
-    timeout_s: float
-    group: str = POLICY
 
 
 class Candidate(Protocol):
@@ -76,8 +50,35 @@ def choose(serving: Sequence[C], avoid: Collection[int]) -> C | None:
     return min(fresh, key=lambda e: (e.in_flight, e.slot), default=None)
 
 
+@dataclass
+class Work:
+    """A request in work."""
+
+    request: GenerateRequest
+    drafts: list[Draft]
+    avoid: set[int] = field(default_factory=set)  # slots that failed it
+    failures: int = 0
+    aborts: int = 0
+    fault: str = "no engine serves"
+
+    @property
+    def missing(self) -> list[int]:
+        """Samples that are not finished."""
+        return [i for i, draft in enumerate(self.drafts) if draft.finish_reason is None]
+
+    @property
+    def tokens(self) -> int:
+        """Of the samples that are not finished."""
+        return sum(len(self.drafts[i].output_ids) for i in self.missing)
+
+    def restart(self) -> int:
+        """Forget the tokens of unfinished samples; returns how many there were."""
+        return sum(self.drafts[i].cut(0) for i in self.missing)
+
+
 class Router:
-    """A group's samples go to one engine in one request, so that they share its prefix cache."""
+    """A group's samples go to one engine in one request, so that they share its prefix cache.
+    `stops`: tokens that end a sample by themselves, by group."""
 
     def __init__(
         self,
@@ -85,50 +86,78 @@ class Router:
         changes: Changes,
         events: EventSink,
         engine_timeout_s: float,
+        stops: Mapping[str, Collection[int]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._changes, self._events = pool, changes, events
-        self._engine_timeout_s, self._clock = engine_timeout_s, clock
+        self._engine_timeout_s, self._stops, self._clock = engine_timeout_s, stops, clock
         self.wasted_tokens = 0
+        """Received from engines and thrown away."""
+        self.continued_tokens = 0
+        """Received from engines that did not finish the sample, and kept."""
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """All samples, in the order of the seeds. What an engine aborted or lost is generated
-        again elsewhere. Raises RequestRejected, RequestFailed."""
+        """All samples, in the order of the seeds. What an engine did not finish goes on at another
+        one from the tokens that it gave. Raises RequestRejected, RequestFailed."""
+        work = Work(request, [Draft() for _ in range(request.n)])
+        done = False
+        try:
+            await self._carry_out(work)
+            done = True
+        finally:
+            if not done:
+                self.wasted_tokens += sum(len(draft.output_ids) for draft in work.drafts)
+        return [draft.sample() for draft in work.drafts]
+
+    async def _carry_out(self, work: Work) -> None:
+        request = work.request
         end = self._clock() + request.timeout_s
-        done: dict[int, Sample] = {}
-        avoid: set[int] = set()
-        fault: str | None = "no engine serves"
-        failures = aborts = 0
-        while failures < MAX_FAILURES and aborts < MAX_ABORTS:
-            engine = await self._pick(avoid, end)
+        while work.failures < MAX_FAILURES and work.aborts < MAX_ABORTS:
+            engine = await self._pick(work.avoid, end)
             if engine is None:
                 break
-            missing = [i for i in range(request.n) if i not in done]
-            try:
-                samples = await self._ask(engine, request, missing, end)
-            except EngineRefused as e:
-                if 400 <= e.status < 500 and e.status not in RETRIED_STATUSES:
-                    raise RequestRejected(e.message) from e
-                fault = f"{engine.name}: {e}"
-            except (EngineUnreachable, EngineGone, AnswerInvalid) as e:
-                fault = str(e)
-                self._doubt(engine, e, end)
-            else:
-                fault = self._collect(samples, missing, done)
-                if fault is None:
-                    return [done[i] for i in range(request.n)]
-                aborts += 1
-                continue
-            failures += 1
-            avoid.add(engine.slot)
-            cause = f"request {request.request_id} goes to another engine: {fault}"
-            self._events.emit(Kind.WARN, cause=cause, subject=engine.name)
+            legs = [Leg(work.drafts[i], engine.name, engine.version or 0) for i in work.missing]
+            await self._attempt(engine, work, legs, end)
+            self._settle(work, legs, self._stops[engine.group.name])
+            if not work.missing:
+                return
+            self._events.emit(
+                Kind.MOVE,
+                cause=work.fault,
+                subject=engine.name,
+                request=request.request_id,
+                samples=len(work.missing),
+                tokens=work.tokens,
+            )
         raise RequestFailed(
-            f"request {request.request_id}: {request.n - len(done)} of {request.n} samples not "
-            f"generated within {request.timeout_s:g} s, after {failures} failures and {aborts} "
-            f"aborts ({fault})",
-            tried=failures + aborts > 0,
+            f"request {request.request_id}: {len(work.missing)} of {request.n} samples not "
+            f"generated within {request.timeout_s:g} s, after {work.failures} failures and "
+            f"{work.aborts} aborts ({work.fault})",
+            tried=work.failures + work.aborts > 0,
         )
+
+    async def _attempt(self, engine: Engine, work: Work, legs: Sequence[Leg], end: float) -> None:
+        """Have one engine carry on with what is missing. Raises RequestRejected."""
+        body = request_body(work.request, work.drafts, work.missing)
+        try:
+            await self._ask(engine, body, legs, end)
+        except EngineRefused as e:
+            if _final(e) and not work.tokens:
+                raise RequestRejected(e.message) from e
+            if _final(e):  # no bad request: an engine began to answer it
+                self.wasted_tokens += work.restart()
+            work.fault = f"{engine.name}: {e}"
+        except (EngineUnreachable, EngineGone, AnswerInvalid) as e:
+            if isinstance(e, AnswerInvalid):
+                self.wasted_tokens += sum(leg.undo() for leg in legs)
+            work.fault = str(e)
+            self._doubt(engine, e, end)
+        else:
+            work.aborts += bool(work.missing)
+            work.fault = f"{engine.name} aborted the request"
+            return
+        work.failures += 1
+        work.avoid.add(engine.slot)
 
     async def _pick(self, avoid: set[int], end: float) -> Engine | None:
         """Wait until an engine serves the current version; None at the deadline."""
@@ -138,47 +167,56 @@ class Router:
             return self._pool.serving(target.release.version) if target is not None else []
 
         await self._changes.wait_until(lambda: bool(serving()), end - self._clock())
-        return choose(serving(), avoid)
+        return choose(serving(), avoid) if self._clock() < end else None
 
     async def _ask(
-        self, engine: Engine, request: GenerateRequest, missing: Sequence[int], end: float
-    ) -> list[Sample]:
-        seeds = [request.seeds[i] for i in missing] if request.seeds is not None else None
+        self, engine: Engine, body: dict[str, Any], legs: Sequence[Leg], end: float
+    ) -> None:
+        """Have the engine carry on with the legs, until it has ended each, or is retired: what it
+        says after that is not used."""
+
+        def take(message: dict[str, Any]) -> None:
+            if engine.gone.is_set():
+                raise EngineGone(f"{engine.name} was retired: {engine.reason}")
+            index = message.get("index", 0)
+            if not isinstance(index, int) or not 0 <= index < len(legs):
+                raise AnswerInvalid(f"{engine.name}: sample {index!r} was not asked for")
+            if legs[index].take(message):
+                engine.made_progress()
+
         limit_s = max(0.001, min(self._engine_timeout_s, end - self._clock()))
-        answer = asyncio.create_task(
-            engine.client.generate(
-                request.input_ids, len(missing), request.sampling, seeds, limit_s
-            )
-        )
+        answer = asyncio.create_task(engine.client.stream(body, take, limit_s))
         gone = asyncio.create_task(engine.gone.wait())
-        engine.begin(len(missing))
+        engine.begin(len(legs))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise EngineGone(f"{engine.name} was retired: {engine.reason}")
-            samples = answer.result()
+            answer.result()
         finally:
             gone.cancel()
             answer.cancel()
-            engine.end(len(missing))
-        engine.made_progress()
-        return samples
+            engine.end(len(legs))
+        if not all(leg.ended for leg in legs):
+            raise AnswerInvalid(f"{engine.name} did not answer all of {len(legs)} samples")
 
-    def _collect(
-        self, samples: Sequence[Sample], missing: Sequence[int], done: dict[int, Sample]
-    ) -> str | None:
-        """Keep what is whole; returns what is not."""
-        aborted = 0
-        for i, sample in zip(missing, samples, strict=True):
-            if sample.finish_reason == ABORTED:
-                aborted += 1
-                self.wasted_tokens += len(sample.output_ids)
-            else:
-                done[i] = sample
-        return f"{samples[0].engine} aborted {aborted} samples" if aborted else None
+    def _settle(self, work: Work, legs: Sequence[Leg], stops: Collection[int]) -> None:
+        """Count what the engine left unfinished, and keep it where it can go on."""
+        for leg in legs:
+            settle(leg.draft, work.request, stops)
+            if leg.draft.finish_reason is None:
+                self.continued_tokens += leg.tokens
+        if not can_continue(work.request.sampling):
+            self.continued_tokens -= work.tokens
+            self.wasted_tokens += work.restart()
 
     def _doubt(self, engine: Engine, fault: Exception, end: float) -> None:
         """A lost connection, or silence for the whole limit, is a reason to look at the engine;
         a caller's own short limit is none."""
         if not isinstance(fault, EngineTimeout) or end > self._clock():
             engine.suspect(str(fault))
+
+
+def _final(refusal: EngineRefused) -> bool:
+    """Whether the request is at fault, not the engine's load."""
+    return 400 <= refusal.status < 500 and refusal.status not in RETRIED_STATUSES

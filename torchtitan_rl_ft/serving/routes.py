@@ -13,7 +13,7 @@ from aiohttp import web
 from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
-from torchtitan_rl_ft.serving.router import GenerateRequest, RequestFailed, RequestRejected
+from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import Sample
 from torchtitan_rl_ft.serving.service import PublishRefused, ServingService
 
@@ -182,6 +182,7 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
     group = body.get("group", POLICY)
     if not isinstance(group, str):
         raise RequestError(400, "group is the name of a group of engines")
+    _check_lengths(sampling)
     return GenerateRequest(
         _field(body, "request_id", str),
         _integers(body, "input_ids"),
@@ -191,6 +192,15 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
         _number(body, "timeout_s"),
         group,
     )
+
+
+def _check_lengths(sampling: dict[str, Any]) -> None:
+    """Of the sampling parameters that the router reads itself, when a sample goes on."""
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if name in sampling and (type(sampling[name]) is not int or sampling[name] < 0):
+            raise RequestError(400, f"sampling.{name} is {sampling[name]!r}: an integer from 0 on")
+    if sampling.get("stop_token_ids") is not None:
+        _integers(sampling, "stop_token_ids")
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""What an engine answers to a generate request, checked and made plain."""
+"""What engines stream of a sample, checked message by message and put together."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+ABORTED = "abort"
 
 
 class AnswerInvalid(Exception):
@@ -13,12 +15,13 @@ class AnswerInvalid(Exception):
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer. `logprobs` and `versions` are per output token; a sample may span versions."""
+    """One answer. `logprobs` and `versions` are per output token; a sample may span versions.
+    `engine` is the one that finished it."""
 
     output_ids: list[int]
     logprobs: list[float]
     versions: list[int]
-    finish_reason: str  # "stop", "length" or "abort"
+    finish_reason: str  # "stop" or "length"
     engine: str
     min_version: int
     max_version: int
@@ -27,53 +30,139 @@ class Sample:
         return asdict(self)
 
 
-def parse_samples(answer: Any, n: int, engine: str) -> list[Sample]:
-    """The `n` samples of SGLang's /generate answer (one object, or a list of them).
+@dataclass
+class Draft:
+    """A sample in work: what engines have given of it so far. The lists have one length."""
 
-    Raises AnswerInvalid.
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    engine: str = ""
+    version: int = 0
+    """The newest version that was seen: that of a sample without tokens."""
+
+    def cut(self, length: int) -> int:
+        """Forget the end, and that it was finished; returns the number of tokens forgotten."""
+        forgotten = len(self.output_ids) - length
+        for values in (self.output_ids, self.logprobs, self.versions):
+            del values[length:]
+        self.finish_reason = None
+        return forgotten
+
+    def sample(self) -> Sample:
+        assert self.finish_reason is not None
+        seen = self.versions or [self.version]
+        return Sample(
+            self.output_ids,
+            self.logprobs,
+            self.versions,
+            self.finish_reason,
+            self.engine,
+            min(seen),
+            max(seen),
+        )
+
+
+class Leg:
+    """One engine's share of a draft: appends what the engine streams.
+
+    SGLang says which version sampled which token in the last message only. Until then a message
+    names the version that the engine has now; the first one that names another may begin with
+    tokens from before, so all of its tokens are given the older version. They keep it only when
+    the engine dies before the last message.
     """
-    items = answer if isinstance(answer, list) else [answer]
-    if len(items) != n:
-        raise AnswerInvalid(f"{engine} answered {len(items)} samples, {n} were asked for")
-    try:
-        return [_parse(item, engine) for item in items]
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise AnswerInvalid(f"{engine}: answer not understood: {type(e).__name__}: {e}") from e
 
+    def __init__(self, draft: Draft, engine: str, version: int) -> None:
+        """`version` is the one that the engine serves: it answers with no older one."""
+        self.draft, self._engine = draft, engine
+        self._start = len(draft.output_ids)
+        self._oldest = self._newest = version
+        self.ended = False
+        """The engine has said its last word: finished or aborted."""
 
-def _parse(item: dict[str, Any], engine: str) -> Sample:
-    meta = item["meta_info"]
-    output_ids = [int(t) for t in item["output_ids"]]
-    finish = meta["finish_reason"]["type"]
-    triples = meta["output_token_logprobs"]
-    logprobs = [float(t[0]) for t in triples]
-    if [t[1] for t in triples] != output_ids:
-        raise AnswerInvalid(f"{engine}: log-probs are not those of the output tokens")
-    if not all(math.isfinite(p) for p in logprobs):
-        raise AnswerInvalid(f"{engine}: a log-prob is not finite")
-    versions = _versions(meta, len(output_ids), engine)
-    seen = versions or [_version(meta.get("weight_version"), engine)]
-    return Sample(output_ids, logprobs, versions, finish, engine, min(seen), max(seen))
+    @property
+    def tokens(self) -> int:
+        """Tokens that this engine gave."""
+        return len(self.draft.output_ids) - self._start
 
+    def take(self, message: dict[str, Any]) -> int:
+        """Append one message; returns the number of new tokens. Nothing is appended of a message
+        that is wrong. Raises AnswerInvalid."""
+        try:
+            return self._take(message)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+            cause = f"answer not understood: {type(e).__name__}: {e}"
+            raise AnswerInvalid(f"{self._engine}: {cause}") from e
 
-def _versions(meta: dict[str, Any], n_tokens: int, engine: str) -> list[int]:
-    """Policy version of each output token, from the spans that SGLang reports."""
-    spans: list[dict[str, Any]] | None = meta.get("weight_versions")
-    if spans is None:  # an aborted request has none
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": n_tokens}]
-    versions: list[int] = []
-    for span in spans:
-        start, end = int(span["start"]), int(span["end"])
-        if start != len(versions):
-            raise AnswerInvalid(f"{engine}: version spans {spans} leave a gap")
-        if end > start:
-            versions += [_version(span["version"], engine)] * (end - start)
-    if len(versions) != n_tokens:
-        raise AnswerInvalid(f"{engine}: version spans {spans} do not cover {n_tokens} tokens")
-    return versions
+    def undo(self) -> int:
+        """Forget what this engine gave; returns the number of tokens."""
+        return self.draft.cut(self._start)
 
+    def _take(self, message: dict[str, Any]) -> int:
+        draft, meta = self.draft, message["meta_info"]
+        if self.ended:
+            raise AnswerInvalid(f"{self._engine}: a sample goes on after its end")
+        finish = meta["finish_reason"]
+        reason = None if finish is None else str(finish["type"])
+        ids, logprobs = self._new_tokens(message, aborted=reason == ABORTED)
+        newest = self._version(meta.get("weight_version"))
+        spans: list[dict[str, Any]] | None = meta.get("weight_versions")
+        if spans is None:
+            draft.versions += [min(newest, self._newest)] * len(ids)
+        else:
+            draft.versions[self._start :] = self._spanned(spans, self.tokens + len(ids))
+        draft.output_ids += ids
+        draft.logprobs += logprobs
+        draft.version = self._newest = newest
+        draft.engine = self._engine
+        draft.finish_reason = reason if reason != ABORTED else None
+        self.ended = reason is not None
+        return len(ids)
 
-def _version(text: Any, engine: str) -> int:
-    if not isinstance(text, str) or not text.isdigit():
-        raise AnswerInvalid(f"{engine}: weight version {text!r} is none that was published")
-    return int(text)
+    def _new_tokens(
+        self, message: dict[str, Any], *, aborted: bool
+    ) -> tuple[list[int], list[float]]:
+        """The tokens beyond those held, with log-probs. A message has the new tokens or all of
+        the leg; that of an abort in SGLang's queue has all log-probs and repeats a token."""
+        meta = message["meta_info"]
+        held, total = self.tokens, int(meta["completion_tokens"])
+        new = total - held
+        given, triples = message["output_ids"], meta["output_token_logprobs"]
+        if new < 0 or len(triples) < new:
+            raise AnswerInvalid(
+                f"{self._engine}: tokens {held} to {total} have {len(triples)} log-probs"
+            )
+        triples = triples[len(triples) - new :]
+        ids = [int(t[1]) for t in triples]
+        whole = len(given) == total and given == self.draft.output_ids[self._start :] + ids
+        if not (given == ids or whole or (aborted and given[:new] == ids)):
+            raise AnswerInvalid(f"{self._engine}: log-probs are not those of the output tokens")
+        logprobs = [float(t[0]) for t in triples]
+        if not all(map(math.isfinite, logprobs)):
+            raise AnswerInvalid(f"{self._engine}: a log-prob is not finite")
+        return ids, logprobs
+
+    def _spanned(self, spans: list[dict[str, Any]], total: int) -> list[int]:
+        """Policy version of each of the leg's `total` tokens."""
+        versions: list[int] = []
+        for span in spans:
+            start, end = int(span["start"]), int(span["end"])
+            if start != len(versions):
+                raise AnswerInvalid(f"{self._engine}: version spans {spans} leave a gap")
+            if end > start:
+                versions += [self._version(span["version"])] * (end - start)
+        if len(versions) != total:
+            raise AnswerInvalid(
+                f"{self._engine}: version spans {spans} do not cover {total} tokens"
+            )
+        return versions
+
+    def _version(self, text: Any) -> int:
+        if not isinstance(text, str) or not text.isdigit():
+            raise AnswerInvalid(
+                f"{self._engine}: weight version {text!r} is none that was published"
+            )
+        if int(text) < self._oldest:
+            raise AnswerInvalid(f"{self._engine}: weight version {text} of before {self._oldest}")
+        return int(text)

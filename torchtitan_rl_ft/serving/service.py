@@ -19,6 +19,7 @@ from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.admission import Admission
 from torchtitan_rl_ft.serving.adoption import inherit
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.continuation import stop_tokens
 from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
@@ -27,7 +28,8 @@ from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
-from torchtitan_rl_ft.serving.router import GenerateRequest, RequestRejected, Router
+from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
+from torchtitan_rl_ft.serving.router import Router
 from torchtitan_rl_ft.serving.samples import Sample
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.verdict import Limits
@@ -103,7 +105,13 @@ class ServingService:
             deregistration=Deregistration(events),
         )
         self.pool = EnginePool(self._shared)
-        self._router = Router(self.pool, self._changes, events, rollout.request_timeout_s)
+        self._router = Router(
+            self.pool,
+            self._changes,
+            events,
+            rollout.request_timeout_s,
+            {g.name: stop_tokens(launcher.model_path(g)) for g in self._groups},
+        )
 
     # Life -----------------------------------------------------------------------------------
 
@@ -351,6 +359,7 @@ class ServingService:
             "engines": [slot.to_json() for slot in self.pool.slots],
             "in_flight": sum(e.in_flight for e in self.pool.engines),
             "wasted_tokens": self._router.wasted_tokens,
+            "continued_tokens": self._router.continued_tokens,
         }
 
 
