@@ -16,6 +16,7 @@ Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG
     freeze            the worker is stopped, now
     die_at="sync"     the server kills itself half-way through an update
     freeze_at="sync"  the worker is stopped when an update begins: no answer to it
+    sync_s=S          an update takes S seconds more
     sync_status=N     an update answers N at once
     lie_sync          an update answers success and loads nothing
     half_sync         an update loads half the tensors and answers an error
@@ -414,6 +415,7 @@ class FakeEngine:
             await self.worker.word("update")
         if not self.paused:
             await self.idle.wait()
+        await asyncio.sleep(self.faults.get("sync_s", 0))
         path = Path(body["model_path"])
         if not (path / "config.json").is_file():
             return updated(False, f"Failed to get weights iterator: {path}")

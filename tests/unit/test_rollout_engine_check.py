@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from rollout_parts import Host, ScriptedServing
 
-from torchtitan_rl_ft.rollout.engine_check import LONGEST_S
+from torchtitan_rl_ft.rollout.engine_check import LONGEST_S, VERDICT_S
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, ServingUnavailable
 
 pytestmark = pytest.mark.row("B2")
@@ -30,7 +30,7 @@ async def test_no_batch_before_its_check(tmp_path):
     serving.check_held = asyncio.Event()
     running = await started(host)
     await asyncio.sleep(0.3)
-    assert serving.checks == [2.0]  # one, although the loop looked more often
+    assert serving.checks == [2.0 + VERDICT_S]  # one, although the loop looked more often
     assert len(serving.requests) == 3
     assert host.journal.head() is None
     serving.check_held.set()

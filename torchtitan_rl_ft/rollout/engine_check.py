@@ -10,6 +10,9 @@ from typing import Protocol
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, ServingUnavailable
 
+VERDICT_S = 1.0
+"""Beyond the limit of the probes, for the verdict and what follows from it."""
+
 LONGEST_S = 30.0
 """A batch waits no longer for a verdict. An engine that is silent for so long takes no requests
 any more, and its check goes on without us: the trainer need not stand still for it."""
@@ -35,7 +38,7 @@ class EngineCheck:
     ) -> None:
         self._checker, self._events = checker, events
         self._on_done, self._mono_s = on_done, mono_s
-        self.limit_s = min(health_check_timeout_s, LONGEST_S)
+        self.limit_s = min(health_check_timeout_s + VERDICT_S, LONGEST_S)
         self.took_s = 0.0
         """Of the last one."""
         self._task: asyncio.Task[None] | None = None

@@ -106,7 +106,7 @@ class _Check:
     def __init__(self, engine: Engine, limits: Limits, clock: Callable[[], float]) -> None:
         self._engine, self._limits, self._clock = engine, limits, clock
         self._began = clock()
-        self._probes: list[asyncio.Task[None]] = []
+        self._probes: list[asyncio.Task[str]] = []
         self._before: Figures | None = None
         self._before_mono_s = self._began
 
@@ -131,11 +131,11 @@ class _Check:
         """Send one more probe and wait for a sign of life; None when there is none `until` then,
         or all probes so far were refused and it is time for the next."""
         left_s = self._began + self._limits.timeout_s - self._clock()
-        self._probes.append(asyncio.create_task(self._engine.client.probe(max(0.001, left_s))))
+        self._probes.append(asyncio.create_task(self._ask(max(0.001, left_s))))
         refused_until = float("inf")
         while True:
             for probe in self._probes:
-                if probe.done() and probe.exception() is None:
+                if probe.done() and not probe.result():
                     self._engine.answered_probe()
                     return "probe answered"
             if progress.done():
@@ -152,14 +152,21 @@ class _Check:
                 {*waiting, progress}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
             )
 
+    async def _ask(self, limit_s: float) -> str:
+        """What is wrong with the answer to a probe; empty when nothing is."""
+        try:
+            await self._engine.client.probe(limit_s)
+        except EngineTimeout:
+            return self._silent()
+        except Exception as e:  # whatever is wrong with an answer, it is no sign of life
+            return str(e) or type(e).__name__
+        return ""
+
     def _failures(self) -> list[str]:
-        """What went wrong with each probe."""
-        silent = f"no answer in {self._clock() - self._began:.3g} s"
-        faults = [p.exception() if p.done() else None for p in self._probes]
-        return [
-            silent if f is None or isinstance(f, EngineTimeout) else str(f) or type(f).__name__
-            for f in faults
-        ]
+        return [p.result() if p.done() else self._silent() for p in self._probes]
+
+    def _silent(self) -> str:
+        return f"no answer in {self._clock() - self._began:.3g} s"
 
     # What the engine shows of itself ------------------------------------------------------
 
