@@ -95,6 +95,15 @@ class ServingRole:
         return [e for e in map(json.loads, lines) if e["kind"] == kind]
 
 
+def fake_engine_program(folder: Path) -> str:
+    """For `rollout.engine_python`: runs the fake engine whatever it is asked to run."""
+    program = folder / "fake-python"
+    command = f'exec {sys.executable} {FAKES / "fake_sglang.py"} "$@"'
+    program.write_text(f"#!/bin/sh\nshift\n{command}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
 def start_serving(run: Path, **rollout: Any) -> ServingRole:
     """A role that is ready; its engines come up meanwhile."""
     folder = RunFolder(run)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from torchtitan_rl_ft.host import parent_bound
+from torchtitan_rl_ft.host import held_start, parent_bound
 from torchtitan_rl_ft.run_folder import ProcessId
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,6 +67,13 @@ class Child:
         if self._popen.poll() is None:
             await wait_gone(self.id)
         return self._popen.wait()
+
+    def release(self) -> None:
+        """Let a process that was started `held` run its program."""
+        if self._popen.stdin is not None:
+            with self._popen.stdin as pipe, contextlib.suppress(BrokenPipeError):
+                pipe.write(b"1")  # it may have been killed meanwhile
+            self._popen.stdin = None
 
     def send(self, signum: signal.Signals) -> None:
         """Signal the process itself; nothing when it has ended."""
@@ -130,13 +137,17 @@ def spawn(
     log: Path,
     env: Mapping[str, str],
     outlives_parent: bool = False,
+    held: bool = False,
 ) -> Child:
     """Start `argv` in a session of its own with stdout and stderr appended to `log`.
 
     Unless `outlives_parent`, the kernel kills it when this process dies, whatever the way; call
-    it from the main thread then (see parent_bound.py). Raises OSError.
+    it from the main thread then (see parent_bound.py). `held`: the program runs only after
+    `Child.release` (see held_start.py). Raises OSError.
     """
     command = list(argv)
+    if held:
+        command = [sys.executable, "-I", "-S", held_start.__file__, *command]
     if not outlives_parent:
         wrapper = [sys.executable, "-I", "-S", parent_bound.__file__, str(os.getpid())]
         command = wrapper + command
@@ -144,7 +155,8 @@ def spawn(
     with open(log, "ab") as out:
         popen = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if held else subprocess.DEVNULL,
+            bufsize=0,
             stdout=out,
             stderr=subprocess.STDOUT,
             env=dict(env),

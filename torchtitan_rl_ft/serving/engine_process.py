@@ -19,10 +19,6 @@ from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, ProcessRecord
 from torchtitan_rl_ft.serving.launch import Launch
 
-ENGINES_OUTLIVE_SERVING = False
-"""Engines end with the serving role, whatever ends it: the kernel kills their main process,
-which takes the others with it."""
-
 WORKER_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers give themselves such titles."""
 
@@ -60,16 +56,14 @@ class EngineProcess:
 
     @classmethod
     def start(cls, launch: Launch, fingerprint: str, log: Path) -> EngineProcess:
-        """All nodes, each with a log of its own. Raises OSError, with none of them left. Call it
-        from the main thread."""
+        """All nodes, each with a log of its own. They outlive this process, so they run only
+        once `release` says that they are recorded. Raises OSError, with none of them left."""
         children: list[process.Child] = []
         try:
             for node, argv in enumerate(launch.nodes):
                 file = log.with_name(f"{log.stem}-node-{node}.log") if node else log
                 children.append(
-                    process.spawn(
-                        argv, log=file, env=launch.env, outlives_parent=ENGINES_OUTLIVE_SERVING
-                    )
+                    process.spawn(argv, log=file, env=launch.env, outlives_parent=True, held=True)
                 )
         except OSError:
             for child in children:
@@ -91,6 +85,11 @@ class EngineProcess:
             set(record.shared_memory),
             record.bootstrap_port,
         )
+
+    def release(self) -> None:
+        for started in self.processes:
+            if isinstance(started, process.Child):
+                started.release()
 
     @property
     def main(self) -> process.Child | process.Adopted:
@@ -193,6 +192,7 @@ class EngineProcess:
         self.observe()
         roots = [p.id for p in self.processes]
         left = await end_trees(roots, deadline_mono_s, self.members)
+        self.release()
         if not left:
             await asyncio.gather(*(p.wait() for p in self.processes))
         remove_files(self.scratch, self.shared_memory)

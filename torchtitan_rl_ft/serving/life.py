@@ -116,6 +116,7 @@ class Life:
         """Its limit is the prober's; an exit is noticed elsewhere."""
         engine, shared = self.engine, self._shared
         await self._record()
+        engine.process.release()
         adopted = engine.process.adopted
         began = shared.clock() if adopted else engine.process.main.started_mono_s
         observed = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.deregistration import Hook
 from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
@@ -67,6 +68,10 @@ class EnginePool:
 
     def _promotions(self) -> list[Promotion]:
         return promotions([slot.place for slot in self.slots])
+
+    def on_deregister(self, hook: Hook) -> None:
+        """Have `hook` forget each engine that retires, before it is killed."""
+        self._shared.deregistration.hooks.append(hook)
 
     @property
     def engines(self) -> Iterator[Engine]:
@@ -163,9 +168,10 @@ class EnginePool:
 
     def _check_floor(self) -> None:
         if (missing := self._shortage()) is not None:
-            given_up = [s.given_up for s in self.slots if s.given_up is not None]
+            given_up = [s for s in self.slots if s.given_up is not None]
+            last = max(given_up, key=lambda s: s.given_up_mono_s)
             never_up = not any(s.came_up for s in self.slots)
-            raise PoolFailed(f"{missing}: {given_up[-1]}", never_up=never_up)
+            raise PoolFailed(f"{missing}: {last.given_up}", never_up=never_up)
 
 
 def _slot(plan: SlotPlan, shared: Shared) -> Slot:

@@ -43,6 +43,7 @@ class Slot:
         self.lives = 0
         self.given_up: str | None = None
         """Why no engine will be started here again."""
+        self.given_up_mono_s = 0.0
         self.came_up = False
         """An engine has come up here at least once."""
         self._life: Life | None = None
@@ -181,7 +182,7 @@ class Slot:
         )
 
     def _give_up(self, why: str) -> None:
-        self.given_up = f"{self.name} {why}"
+        self.given_up, self.given_up_mono_s = f"{self.name} {why}", self._shared.clock()
         if self._last_log is not None:
             lines = last_lines(self._last_log, GIVEN_UP_LOG_LINES)
             self.given_up += "\n    ".join([f"; log: {self._last_log}", *lines])
