@@ -153,6 +153,8 @@ class Host:
                 rules=Rules(mode, start_fraction, max_policy_age, groups, steps),
                 advantage_norm="std",
                 loss_norm="token",
+                newest_version_only=False,
+                max_group_crashes=3,
                 max_concurrent_groups=64,
                 max_prompt_tokens=max_prompt_tokens,
                 eval_prompts=eval_prompts,

@@ -215,6 +215,37 @@ async def test_failing_reward_is_the_prompts_failure(tmp_path):
     assert all("reward failed" in d["cause"] for d in host.kinds("drop"))
 
 
+@pytest.mark.row("C10")
+async def test_a_group_whose_task_crashed_is_rolled_out_again(tmp_path):
+    serving = ScriptedServing()
+    crashes = iter([ZeroDivisionError("once"), KeyError("twice")])
+    serving.fail = lambda r: next(crashes, None) if r.request_id.startswith("group-2.") else None
+    host = Host(tmp_path, serving)
+    async with Running(host):
+        host.publish()
+        batch = await host.batch()
+    assert 2 in batch.arrays["group_ids"]
+    assert batch.n_samples == 12
+    assert host.kinds("drop") == []
+    first, second = [w["cause"] for w in host.kinds("warn")]
+    assert first.startswith("group 2 crashed 1 times, the last one: ZeroDivisionError: once (")
+    assert second.startswith("group 2 crashed 2 times, the last one: KeyError: 'twice' (")
+
+
+@pytest.mark.row("C10")
+async def test_a_group_that_always_crashes_is_dropped_and_no_other(tmp_path):
+    serving = ScriptedServing()
+    serving.fail = lambda r: KeyError("bug") if r.request_id.startswith("group-2.") else None
+    host = Host(tmp_path, serving)
+    async with Running(host):
+        host.publish()
+        batch = await host.batch()
+    assert 2 not in batch.arrays["group_ids"]
+    assert batch.n_samples == 12
+    (drop,) = host.kinds("drop")
+    assert drop["cause"].startswith("crashed 3 times, the last one: KeyError: 'bug' (")
+
+
 async def test_unavailable_serving_costs_no_prompt(tmp_path):
     serving = ScriptedServing()
     down = True

@@ -153,6 +153,37 @@ def test_meta_counts_versions_from_sampling_to_training():
     assert meta["zero_signal/fraction"] == 0 and meta["groups"] == 1
 
 
+@pytest.mark.row("C10")
+def test_the_prefix_of_an_older_version_can_be_masked():
+    spans = Sample([8] * 4, [-0.5] * 4, [3, 3, 4, 4], False, 1.0)
+    groups = [group(0, [spans, sample(2, 0.0, version=3)])]
+    off, on = (
+        seal(
+            groups,
+            version=4,
+            advantage_norm="std",
+            loss_norm="token",
+            newest_version_only=newest_version_only,
+        )
+        for newest_version_only in (False, True)
+    )
+    assert off.to_bytes() == sealed(groups, version=4).to_bytes()
+    assert off.arrays["loss_mask"].tolist() == [0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert on.arrays["loss_mask"].tolist() == [0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1]
+    np.testing.assert_allclose(on.arrays["weights"], on.arrays["loss_mask"] / 4)
+    assert on.arrays["logprobs"][3:7].tolist() == [0, 0, -0.5, -0.5]
+    assert on.meta["policy_age/max"] == off.meta["policy_age/max"] == 1
+    one_version = [group(0, [sample(3, 1.0), sample(2, 0.0), sample(0, 0.5)])]
+    for_one = seal(
+        one_version,
+        version=3,
+        advantage_norm="std",
+        loss_norm="token",
+        newest_version_only=True,
+    )
+    assert for_one.to_bytes() == sealed(one_version).to_bytes()
+
+
 def test_empty_response_is_sealed():
     empty = AcceptedGroup(
         1, group_arrays((5,), [Sample([], [], [], False, 0.0), sample(1, 1.0)]), 3, 3

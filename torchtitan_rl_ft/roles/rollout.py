@@ -260,6 +260,8 @@ def loop_settings(resolved: Resolved) -> LoopSettings:
         ),
         advantage_norm=rl.advantage_norm,
         loss_norm=rl.loss_norm,
+        newest_version_only=rl.mask_off_policy_prefix,
+        max_group_crashes=rl.max_prompt_failures,
         max_concurrent_groups=rollout.max_concurrent_groups,
         max_prompt_tokens=rollout.max_prompt_tokens,
         eval_prompts=rl.eval_prompts,

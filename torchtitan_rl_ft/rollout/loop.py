@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import deque
+import traceback
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import NewGroup, PromptGroup
 from torchtitan_rl_ft.observability.events import EventSink, Kind
@@ -32,6 +34,9 @@ from torchtitan_rl_ft.rollout.sealing import AcceptedGroup, seal
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
 from torchtitan_rl_ft.run_folder import write_atomic
 
+ENDS_THE_ROLE = (JournalError, RolloutStalled, OSError)
+"""Not the fault of one group. An OSError: events cannot be written."""
+
 TICK_S = 1.0  # limits are looked at this often when nothing happens
 
 
@@ -40,7 +45,11 @@ class LoopSettings:
     rules: schedule.Rules
     advantage_norm: Literal["std", "none"]
     loss_norm: Literal["token", "sample"]
+    newest_version_only: bool
+    """Train no token of a sample that is older than the sample's newest."""
     max_concurrent_groups: int
+    max_group_crashes: int
+    """Errors in the code that rolls out a group before its prompt is dropped."""
     max_prompt_tokens: int
     eval_prompts: int
     eval_path: Path
@@ -80,6 +89,8 @@ class RolloutLoop:
         self._wake = asyncio.Event()
         self._queue: deque[PromptGroup] = deque(self._journal.pending())
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._groups: dict[int, PromptGroup] = {}  # of the tasks
+        self._crashes: Counter[int] = Counter()
         self._beside: list[asyncio.Task[None]] = []
         self._accepted = {g.group_id: _accepted(g) for g in self._journal.accepted()}
         self._started_mono_s: dict[int, float] = {}
@@ -168,10 +179,26 @@ class RolloutLoop:
                 await self._wake.wait()
 
     def _collect(self) -> None:
-        """Take the ended tasks away. Raises what one of them raised."""
-        ended = [i for i, task in self._tasks.items() if task.done()]
-        for task in [self._tasks.pop(i) for i in ended]:
-            task.result()
+        """Take the ended tasks away. Raises what ends the role."""
+        for group_id in [i for i, task in self._tasks.items() if task.done()]:
+            error = self._tasks.pop(group_id).exception()
+            group = self._groups.pop(group_id)
+            if isinstance(error, ENDS_THE_ROLE):
+                raise error
+            if error is not None:
+                self._crashed(group, error)
+
+    def _crashed(self, group: PromptGroup, error: BaseException) -> None:
+        """One group's crash ends no other group: its prompt, which is still pending in the
+        journal, is rolled out again."""
+        group_id = group.group_id
+        self._crashes[group_id] += 1
+        cause = f"crashed {self._crashes[group_id]} times, the last one: {_named(error)}"
+        if self._crashes[group_id] >= self._settings.max_group_crashes:
+            self._drop(group_id, cause)
+            return
+        self._events.emit(Kind.WARN, cause=f"group {group_id} {cause}", group=group_id)
+        self._queue.append(group)
 
     def _advance(self) -> None:
         policy = self._policy()
@@ -217,6 +244,7 @@ class RolloutLoop:
             version=version,
             advantage_norm=self._settings.advantage_norm,
             loss_norm=self._settings.loss_norm,
+            newest_version_only=self._settings.newest_version_only,
         )
         now = self._mono_s()
         started = [self._started_mono_s.pop(i) for i in choice.seal if i in self._started_mono_s]
@@ -282,6 +310,7 @@ class RolloutLoop:
             task = asyncio.create_task(self._roll_out(group.group_id, prompt))
             task.add_done_callback(lambda _: self.wake())
             self._tasks[group.group_id] = task
+            self._groups[group.group_id] = group
 
     async def _roll_out(self, group_id: int, prompt: Prompt) -> None:
         result = await self._rollout.run(f"group-{group_id}", prompt)
@@ -388,6 +417,13 @@ class RolloutLoop:
         if phase != self._phase:
             self._phase = phase
             self._events.emit(Kind.PHASE, phase=phase, step=self._journal.tip.step)
+
+
+def _named(error: BaseException) -> str:
+    """The error, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _accepted(group: PromptGroup) -> AcceptedGroup:

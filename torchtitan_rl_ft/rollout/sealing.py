@@ -69,11 +69,13 @@ def seal(
     version: int,
     advantage_norm: Literal["std", "none"],
     loss_norm: Literal["token", "sample"],
+    newest_version_only: bool = False,
 ) -> SealedBatch:
     """The batch of `groups`, to be trained by the policy that `version` names.
 
     The journal gives it its number. Samples without a reward and tokens without a finite
-    log-prob are masked out: of the loss and of its denominator.
+    log-prob are masked out: of the loss and of its denominator. With `newest_version_only` so is
+    the part of a sample that an older version sampled than its newest tokens.
     """
     arrays = {
         name: np.concatenate([g.arrays[name] for g in groups])
@@ -88,6 +90,10 @@ def seal(
     finite = np.isfinite(arrays["logprobs"])
     judged = np.isfinite(arrays["rewards"])
     mask = response & finite & judged[sample_of]
+    if newest_version_only:
+        newest = np.full(len(lengths), -1, np.int32)
+        np.maximum.at(newest, sample_of, arrays["versions"])
+        mask &= arrays["versions"] == newest[sample_of]
     arrays["logprobs"] = np.where(mask, arrays["logprobs"], 0.0).astype(np.float32)
     arrays |= {
         "sample_offsets": offsets,
