@@ -21,7 +21,10 @@ Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG
     lie_sync          an update answers success and loads nothing
     half_sync         an update loads half the tensors and answers an error
     stale_sync        an update loads half the tensors and answers success
+    skip_tensor=NAME  an update leaves that parameter as it is and answers success
+    sync_s=S          an update takes S seconds
     no_flush          the prefix cache outlives an update: answers come from the old weights
+    flush_status=N    /flush_cache answers N at once
     no_version        answers have no version
     reject=[ids]      400 on that prompt
     poison=[ids]      the server kills itself on that prompt
@@ -433,7 +436,8 @@ class FakeEngine:
                 break
             if self.faults.get("die_at") == "sync" and i >= len(new) // 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.parameters[name] = new[name]
+            if name != self.faults.get("skip_tensor"):
+                self.parameters[name] = new[name]
         if self.faults.get("half_sync"):
             return updated(False, "Failed to update weights: half of them.")
         self.version = body.get("weight_version") or self.version
@@ -467,7 +471,9 @@ class FakeEngine:
         )
 
     async def flush(self, request: web.Request) -> web.Response:
-        if self.running or self._stuck:
+        if status := self.faults.get("flush_status"):
+            return web.Response(status=status, text="Flush cache failed.\n")
+        if (self.running and self.paused != "retract") or self._stuck:
             return web.Response(status=400, text="Flush cache failed.\n")
         self.cached = self.weights_hash()
         return web.Response(text="Cache flushed.\n")

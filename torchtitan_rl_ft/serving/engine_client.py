@@ -144,6 +144,10 @@ class EngineClient:
         if answer.get("success") is not True:
             raise AnswerInvalid(f"{self.name}: update not confirmed: {answer}")
 
+    async def flush(self, timeout_s: float) -> None:
+        """Empty the prefix cache. An engine that cannot (requests run) refuses."""
+        await self._bytes("POST", "/flush_cache", None, timeout_s)
+
     async def held_version(self, timeout_s: float) -> int | None:
         """The published version that the engine says it holds; None for its start weights."""
         version = (await self.model_info(timeout_s)).get("weight_version")

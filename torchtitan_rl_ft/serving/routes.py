@@ -15,7 +15,7 @@ from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import Sample
-from torchtitan_rl_ft.serving.service import PublishRefused, ServingService
+from torchtitan_rl_ft.serving.service import PublishLate, PublishRefused, ServingService
 
 MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
@@ -66,6 +66,8 @@ class Routes:
             )
         except (PublishRefused, NotOwner) as e:
             raise RequestError(409, str(e)) from e
+        except PublishLate as e:
+            raise RequestError(503, str(e)) from e
         if self._ownership is not None:
             await self._ownership.published()
         return web.json_response({"version": version, "installed": installed})

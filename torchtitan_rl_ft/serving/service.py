@@ -39,7 +39,6 @@ from torchtitan_rl_ft.weights.manifest import (
     Manifest,
     WeightsInvalid,
     checkpoint_manifest,
-    read_manifest,
 )
 from torchtitan_rl_ft.weights.proof import Proof, derive_proof, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
@@ -52,6 +51,10 @@ FROZEN_VERSION = 0
 
 class PublishRefused(Exception):
     """The weights are not what was announced, or not of this model. Nothing has changed."""
+
+
+class PublishLate(Exception):
+    """The weights could not be read and noted in time. That goes on; ask again."""
 
 
 class ServingService:
@@ -76,6 +79,7 @@ class ServingService:
         self._vocabularies = {g.name: _vocabulary(launcher.model_path(g)) for g in self._groups}
         self._versions = VersionStore(folder.weights)
         self._publishing = asyncio.Lock()
+        self._releasing: set[asyncio.Task[Target]] = set()
         self.admission = Admission()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
@@ -199,11 +203,20 @@ class ServingService:
 
         Returns the version and the slots that serve it once `wait` is met ("none": at once,
         "first": one engine, "all": every live engine) or `deadline_s` is over. The same state
-        gets the same version. Raises PublishRefused.
+        gets the same version. Raises PublishRefused, PublishLate.
         """
         end = time.monotonic() + deadline_s
-        async with self._publishing:
-            target = await self._release(step, token, path, manifest_digest)
+        # A task of its own: a file system that hangs holds it up, not its caller, and what it
+        # has begun is whole when the same state is announced again.
+        task = asyncio.create_task(self._release_alone(step, token, path, manifest_digest))
+        self._releasing.add(task)
+        task.add_done_callback(self._released)
+        await asyncio.wait({task}, timeout=deadline_s)
+        if not task.done():
+            raise PublishLate(
+                f"step {step} is not announced after {deadline_s:g} s: reading {path} takes longer"
+            )
+        target = task.result()
         version = target.release.version
         if wait == "first":
             await self._changes.wait_until(
@@ -216,6 +229,18 @@ class ServingService:
             )
         return version, sorted(e.slot for e in self.pool.serving(version))
 
+    async def _release_alone(
+        self, step: int, token: str, path: Path, manifest_digest: str
+    ) -> Target:
+        async with self._publishing:
+            return await self._release(step, token, path, manifest_digest)
+
+    def _released(self, task: asyncio.Task[Target]) -> None:
+        self._releasing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Its caller may have gone.
+            self._events.emit(Kind.WARN, cause=f"not published: {error}")
+
     def _superseded(self, version: int) -> bool:
         target = self.pool.target
         return target is not None and target.release.version > version
@@ -227,11 +252,11 @@ class ServingService:
         if known is not None and present is not None and known == present.release:
             return present
         try:
-            if manifest_digest and read_manifest(path).digest != manifest_digest:
-                raise PublishRefused(f"{path} holds another manifest than {manifest_digest}")
             manifest, proofs = await asyncio.to_thread(self._prove, path)
         except (WeightsInvalid, OSError, ValueError) as e:
             raise PublishRefused(f"step {step} not published: {e}") from e
+        if manifest_digest and manifest.digest != manifest_digest:
+            raise PublishRefused(f"{path} holds another manifest than {manifest_digest}")
         if (manifest.step, manifest.token) != (step, token):
             raise PublishRefused(
                 f"{path} holds step {manifest.step} ({manifest.token}), not {step} ({token})"
@@ -277,7 +302,12 @@ class ServingService:
 
     async def _targets(self, release: Release) -> dict[str, Target]:
         """Of an earlier serving's release. Raises WeightsInvalid, OSError."""
-        manifest, proofs = await asyncio.to_thread(self._prove, Path(release.path))
+        limit_s = self._rollout.engine_start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                manifest, proofs = await asyncio.to_thread(self._prove, Path(release.path))
+        except TimeoutError:
+            raise WeightsInvalid(f"{release.path} was not read within {limit_s:g} s") from None
         if manifest.digest != release.manifest_digest:
             raise WeightsInvalid(f"{release.path} holds another policy")
         self._check_shapes(manifest)

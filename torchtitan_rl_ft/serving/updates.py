@@ -21,14 +21,10 @@ from torchtitan_rl_ft.weights.transports.base import TransportFailed
 INSTALL_TRIES = 2
 INSTALL_RETRY_DELAY_S = 0.2
 
-INSTALL_ERRORS = (
-    InstallFailed,
-    EngineRefused,
-    EngineUnreachable,
-    AnswerInvalid,
-    TransportFailed,
-    WeightsInvalid,
-)
+DAMAGED_RECHECK_S = 30.0
+"""How often a release that is damaged is looked at again, until there is another."""
+
+ENGINE_ERRORS = (InstallFailed, EngineRefused, EngineUnreachable, AnswerInvalid, TransportFailed)
 
 
 class Retire(Exception):
@@ -37,14 +33,29 @@ class Retire(Exception):
 
 async def update(engine: Engine, target: Target, shared: Shared) -> None:
     """Have `engine` serve `target`, or leave it STALE when another target was set meanwhile.
-    Raises Retire when it cannot be brought there."""
-    release, installer = target.release, shared.installer
+    Raises Retire when it cannot be brought there. A damaged release is no engine's fault: they
+    wait for another one."""
     if not engine.plan.takes_versions:
         await _show(engine, target, shared)
         return
     proof = target.proof if engine.same_layout else Proof(target.proof.model_digest, None)
     if engine.state is not EngineState.STALE:
-        engine.move(EngineState.STALE, f"version {release.version} is required")
+        engine.move(EngineState.STALE, f"version {target.release.version} is required")
+    try:
+        await _prove_or_install(engine, target, shared)
+    except WeightsInvalid as e:
+        cause = f"version {target.release.version} is damaged: {e}"
+        shared.events.emit(
+            Kind.FAULT, cause=cause, version=target.release.version, subject=engine.name
+        )
+        await shared.changes.wait_until(
+            lambda: shared.target_for(engine.plan) is not target, DAMAGED_RECHECK_S
+        )
+
+
+async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> None:
+    """Raises Retire, WeightsInvalid."""
+    release, installer = target.release, shared.installer
     if engine.unproved:
         engine.unproved = False
         work = installer.prove(engine.client, release, proof)
@@ -80,7 +91,7 @@ async def _show(engine: Engine, target: Target, shared: Shared) -> None:
         engine.move(EngineState.INSTALLING, "shows what it has loaded")
         try:
             await shared.installer.prove_own(engine.client, target.proof)
-        except INSTALL_ERRORS as e:
+        except ENGINE_ERRORS as e:
             raise Retire(f"does not hold the checkpoint in {target.release.path}: {e}") from e
         engine.version, engine.digest = target.release.version, target.proof.model_digest
         reason = f"holds its own checkpoint, proved by checksum ({target.proof.kind})"
@@ -90,16 +101,19 @@ async def _show(engine: Engine, target: Target, shared: Shared) -> None:
 async def _attempt(
     engine: Engine, target: Target, shared: Shared, work: Coroutine[Any, Any, Installed]
 ) -> str | None:
-    """Why the engine does not serve `target` after `work`, or None. Raises Retire."""
+    """Why the engine does not serve `target` after `work`, or None. Raises Retire,
+    WeightsInvalid."""
     version = target.release.version
     with contextlib.closing(work):
         async with quiet(engine, shared.rollout.install_timeout_s):
             engine.move(EngineState.INSTALLING, f"version {version}")
             try:
                 took = await work
-            except INSTALL_ERRORS as e:
+            except (*ENGINE_ERRORS, WeightsInvalid) as e:
                 engine.version = None
                 engine.move(EngineState.STALE, f"version {version} not installed: {e}")
+                if isinstance(e, WeightsInvalid):
+                    raise
                 return str(e)
             _announce(engine, target, took, shared)
             return None

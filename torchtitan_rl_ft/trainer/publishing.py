@@ -8,12 +8,14 @@ import torch
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
-from torchtitan_rl_ft.rpc.client import RoleClient
+from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.session_folder import Owner
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.weights.publisher import Published, publish
 
 PUBLISH_DEADLINE_S = 60.0
+LATE = 503
+"""Serving's answer when it is still reading the weights at the deadline: to be asked again."""
 
 
 class PolicyPublisher:
@@ -59,17 +61,19 @@ class PolicyPublisher:
 
     def _announce(self, written: Published | None, step: int, token: str) -> int:
         assert written is not None
-        answer = self._serving.post(
-            "/v1/publish",
-            {
-                "step": step,
-                "token": token,
-                "path": str(written.path),
-                "manifest_digest": written.manifest_digest,
-                "wait": "none",
-                "deadline_s": PUBLISH_DEADLINE_S,
-                **self._job,
-            },
-            deadline_s=PUBLISH_DEADLINE_S,
-        )
+        body = {
+            "step": step,
+            "token": token,
+            "path": str(written.path),
+            "manifest_digest": written.manifest_digest,
+            "wait": "none",
+            "deadline_s": PUBLISH_DEADLINE_S,
+            **self._job,
+        }
+        try:
+            answer = self._serving.post("/v1/publish", body, deadline_s=PUBLISH_DEADLINE_S)
+        except RoleRefused as e:
+            if e.status == LATE:
+                raise RoleUnreachable(str(e)) from e
+            raise
         return int(answer["version"])

@@ -27,6 +27,8 @@ class WeightTarget(Protocol):
 
     async def load(self, path: str, version: int, flush_cache: bool, timeout_s: float) -> None: ...
 
+    async def flush(self, timeout_s: float) -> None: ...
+
     async def held_version(self, timeout_s: float) -> int | None: ...
 
     async def checksums(self, timeout_s: float) -> Checksums: ...
@@ -60,13 +62,21 @@ class Installer:
         """Name of the transport in use."""
         return self._transport.name
 
+    @property
+    def _flushes(self) -> bool:
+        """What the prefix cache holds is of the old weights, and an engine has to confirm that it
+        is gone. In place, running requests keep their cache, so it cannot be flushed; the engine
+        then runs without a prefix cache (serving/launch.py)."""
+        return self._pause_mode != "in_place"
+
     async def install(
         self, engine: WeightTarget, release: Release, proof: Proof, digest_before: str | None
     ) -> Installed:
         """Pause, load, prove, resume, all within the limit.
 
-        Raises InstallFailed; whatever the engine or the transport raised goes through. In both
-        cases the engine stays paused, with unknown weights.
+        Raises InstallFailed, WeightsInvalid (the release is damaged, the engine is not at fault);
+        whatever the engine or the transport raised goes through. The engine then stays paused,
+        with unknown weights, unless it was not touched yet.
         """
         start = self._clock()
 
@@ -78,12 +88,16 @@ class Installer:
         await engine.pause(self._pause_mode, left_s())
         paused = self._clock()
         before = await engine.checksums(left_s()) if proof.kind == "witness" else []
-        # In place, running requests keep their cache, so it cannot be flushed; the engine then
-        # runs without a prefix cache (serving/launch.py).
-        flush = self._pause_mode != "in_place"
-        await engine.load(str(path), release.version, flush, left_s())
+        await engine.load(str(path), release.version, self._flushes, left_s())
+        if self._flushes:
+            await engine.flush(left_s())
         loaded = self._clock()
-        await _prove(engine, release.version, proof, before, digest_before, left_s)
+        try:
+            await _prove(engine, release.version, proof, before, digest_before, left_s)
+        except InstallFailed:
+            # Was it the engine, or what it was given?
+            await self._transport.verify(release, left_s())
+            raise
         proved = self._clock()
         await engine.resume(left_s())
         done = self._clock()
@@ -106,6 +120,8 @@ class Installer:
         paused = self._clock()
         if not proof.settled:
             raise InstallFailed("no engine has shown yet what the release looks like")
+        if self._flushes:
+            await engine.flush(left_s())
         await _prove(engine, release.version, proof, [], None, left_s)
         proved = self._clock()
         await engine.resume(left_s())

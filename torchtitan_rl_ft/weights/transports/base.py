@@ -38,10 +38,15 @@ class WeightTransport(Protocol):
     name: str
 
     async def fetch(self, release: Release, deadline_s: float) -> Path:
-        """The folder, complete: its manifest is the release's. Calling it again is cheap.
+        """The folder, complete: its manifest is the release's, and no file has changed since that
+        was written. Calling it again is cheap.
 
-        Raises TransportFailed, WeightsInvalid.
+        Raises TransportFailed, WeightsInvalid naming the tensor that differs.
         """
+        ...
+
+    async def verify(self, release: Release, deadline_s: float) -> None:
+        """Compare all bytes of the fetched folder with the manifest. Raises as `fetch`."""
         ...
 
     async def drop(self, release: Release) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_rl_ft.weights.manifest import WeightsInvalid, read_manifest
+from torchtitan_rl_ft.weights.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    WeightsInvalid,
+    read_and_verify,
+    read_manifest,
+)
 from torchtitan_rl_ft.weights.transports.base import Release, TransportFailed
 
 
@@ -13,19 +20,49 @@ class DiskTransport:
     name = "disk"
 
     async def fetch(self, release: Release, deadline_s: float) -> Path:
-        """Checks that the folder still holds the published manifest. Content is proved by the
-        engine's own checksums after the load."""
-        path = Path(release.path)
-        try:
-            async with asyncio.timeout(deadline_s):
-                manifest = await asyncio.to_thread(read_manifest, path)
-        except TimeoutError:
-            raise TransportFailed(f"{path}: no answer from the file system") from None
-        except OSError as e:
-            raise TransportFailed(f"{path}: {e}") from e
-        if manifest.digest != release.manifest_digest:
-            raise WeightsInvalid(f"{path} holds another policy than version {release.version}")
-        return path
+        """Every byte was compared when the release was announced. A file that was written to
+        after its manifest is compared again."""
+        return await _in_time(_unchanged, release, deadline_s)
+
+    async def verify(self, release: Release, deadline_s: float) -> None:
+        await _in_time(_verified, release, deadline_s)
 
     async def drop(self, release: Release) -> None:
         """The publisher's folder is pruned by its owner."""
+
+
+async def _in_time(
+    work: Callable[[Release, Path], None], release: Release, deadline_s: float
+) -> Path:
+    """A file system that does not answer may hold a thread, but not its caller."""
+    path = Path(release.path)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await asyncio.to_thread(work, release, path)
+    except TimeoutError:
+        raise TransportFailed(f"{path}: no answer from the file system") from None
+    except OSError as e:
+        raise TransportFailed(f"{path}: {e}") from e
+    return path
+
+
+def _unchanged(release: Release, path: Path) -> None:
+    manifest = read_manifest(path)
+    _check_digest(release, manifest)
+    written_ns = (path / MANIFEST_FILE).stat().st_mtime_ns
+    files = {t.file for t in manifest.tensors.values()}
+    try:
+        changed = [f for f in files if (path / f).stat().st_mtime_ns > written_ns]
+    except FileNotFoundError as e:
+        raise WeightsInvalid(f"{path}: {e.filename} is gone") from None
+    if changed:
+        read_and_verify(path)
+
+
+def _verified(release: Release, path: Path) -> None:
+    _check_digest(release, read_and_verify(path))
+
+
+def _check_digest(release: Release, manifest: Manifest) -> None:
+    if manifest.digest != release.manifest_digest:
+        raise WeightsInvalid(f"{release.path} holds another policy than version {release.version}")
