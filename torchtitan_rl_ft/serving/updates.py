@@ -38,7 +38,6 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     if not engine.plan.takes_versions:
         await _show(engine, target, shared)
         return
-    proof = target.proof if engine.same_layout else Proof(target.proof.model_digest, None)
     if engine.state is not EngineState.STALE:
         engine.move(EngineState.STALE, f"version {target.release.version} is required")
     try:
@@ -56,6 +55,7 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
 async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> None:
     """Raises Retire, WeightsInvalid."""
     release, installer = target.release, shared.installer
+    proof = target.proof if engine.same_layout else Proof(target.proof.model_digest, None)
     if engine.unproved:
         engine.unproved = False
         work = installer.prove(engine.client, release, proof)
