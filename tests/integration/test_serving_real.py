@@ -303,34 +303,53 @@ def test_killed_workers_are_noticed_at_once(real_serving: ServingRole) -> None:
 
 
 @pytest.mark.scenario("Z-1")
+@pytest.mark.row("D1")
 @pytest.mark.row("D2")
-def test_nothing_outlives_a_killed_role_and_versions_go_on(tmp_path: Path) -> None:
+def test_engines_outlive_a_killed_role_and_versions_go_on(tmp_path: Path) -> None:
+    """In the middle of requests; then a standby engine takes over; then nothing is left."""
     before = shared_memory()
-    role = start_serving(tmp_path, engines=1)
+    settings = {"engines": 1, "standby_engines": 1}
+    role = start_serving(tmp_path, **settings)
     try:
-        role.until(lambda: role.states() == ["stale"])
+        role.until(lambda: role.states() == ["stale", "standby"])
         assert role.publish(0)["version"] == 1
-        tree = tree_of(role.process.pid)
-        assert len(tree) >= 4
+        engines = role.engines()
+        trees = set().union(*(tree_of(e["pid"]) for e in engines))
+        assert len(trees) >= 6
+        with ThreadPoolExecutor(1) as threads:
+            lost = threads.submit(role.generate, "lost", n=24, sampling=LONG, timeout_s=5)
+            role.until(lambda: running_requests(role) >= 24, 10)
+            role.process.kill()
+            role.process.wait(10)
+            assert lost.exception() is not None
     finally:
         role.process.kill()
-        role.process.wait(10)
         role.client.close()
-    end = time.monotonic() + 5
-    while living(tree) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not living(tree)
-    assert shared_memory() - before == set()
-    with serving_role(tmp_path, engines=1) as again:
-        assert not list((tmp_path / "serving" / "engine-0").glob("*.shm"))
-        # The newest version is served again without a publish; the next one is higher.
-        again.until_served(1)
+    killed = time.monotonic()
+    with serving_role(tmp_path, **settings) as again:
+        again.until(lambda: again.states() == ["serving", "standby"])
+        print(f"serving again {time.monotonic() - killed:.2f} s after the role was started")
+        assert [e["pid"] for e in again.engines()] == [e["pid"] for e in engines]
+        assert living(trees) == trees
+        installs = again.events("install")
+        assert [e["data"]["load_ms"] > 0 for e in installs] == [True, False]  # proved, not loaded
+        assert running_requests(again) == 0
+        assert {v for s in again.generate("a") for v in s["versions"]} == {1}
         assert again.publish(0)["version"] == 1
         assert again.publish(1, scale=1.1)["version"] == 2
-        tree = tree_of(again.process.pid)
+
+        os.kill(engines[0]["pid"], signal.SIGKILL)
+        took = again.until(lambda: again.engines()[1]["state"] == "serving")
+        print(f"the standby engine serves {took:.2f} s after the kill")
+        assert took < 3.0
+        shown = again.engines()
+        assert [e["duty"] for e in shown] == ["standby", "active"]
+        assert (shown[1]["pid"], shown[1]["version"]) == (engines[1]["pid"], 2)
+        assert {s["engine"] for s in again.generate("b")} == {"engine-1"}
+        trees |= set().union(*(tree_of(e["pid"]) for e in again.engines() if e["pid"]))
         assert again.client.post("/v1/shutdown", {}, deadline_s=30) == {}
         assert again.process.wait(10) == 0
-    assert not living(tree)
+    assert not living(trees)
     assert shared_memory() - before == set()
     assert not list((tmp_path / "serving").glob("engine-*"))
 
