@@ -28,7 +28,7 @@ class GatewayClient:
     """Every call has a limit; none is repeated here. Raises GatewayError."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str) -> None:
-        self._http, self.url = http, url
+        self._http, self.url, self._key = http, url, key
         self.headers = {"Authorization": f"Bearer {key}"}
 
     async def workers(self, timeout_s: float) -> list[Worker]:
@@ -50,6 +50,10 @@ class GatewayClient:
             "worker_type": "regular",
             "connection_mode": "http",
             "models": [{"id": MODEL}],
+            "api_key": self._key,  # engines ask for none; without one each addition is a warning
+            # Two seconds after a bad request SGLang closes the connection that it came on, whatever
+            # runs there: each is used once.
+            "http_pool": {"pool_max_idle_per_host": 0},
         }
         # 409: it is listed, or about to be.
         await self._ask("POST", "/workers", timeout_s, worker, accepted=(200, 201, 202, 409))
