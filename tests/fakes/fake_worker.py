@@ -54,7 +54,8 @@ class Worker:
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             answer = json.loads(line)
-            if future := self._waiting.pop(answer["id"], None):
+            future = self._waiting.pop(answer["id"], None)
+            if future is not None and not future.done():  # else its caller has gone
                 future.set_result(answer["word"])
 
     async def word(self, *key: Any, compute_s: float = 0.0) -> int:

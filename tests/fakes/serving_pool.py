@@ -18,6 +18,7 @@ from policies import token_of, write_policy
 from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.gateway import GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.serving.launch import (
     HOST,
@@ -177,6 +178,7 @@ async def open_pool(
     *,
     faults: dict[int, list[dict[str, Any]]] | None = None,
     seeded: bool = True,
+    gateway_program: GatewayProgram = smg_program,
     **rollout: Any,
 ) -> AsyncIterator[Pool]:
     """A service over `engines` fake engines, open."""
@@ -203,6 +205,7 @@ async def open_pool(
             launcher,
             http,
             DiskTransport(),
+            gateway_program=gateway_program,
         )
         await service.open()
         try:

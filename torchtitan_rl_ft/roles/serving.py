@@ -25,6 +25,7 @@ from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.serving import warden as warden_file
 from torchtitan_rl_ft.serving.engine_records import RecordsCorrupt
+from torchtitan_rl_ft.serving.gateway import GatewayFailed
 from torchtitan_rl_ft.serving.launch import (
     SGLangLauncher,
     check_model_folder,
@@ -69,7 +70,14 @@ def main(resolved: Resolved) -> int:
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
         return asyncio.run(_serve(resolved, launcher, events))
-    except (PoolFailed, VersionsCorrupt, RecordsCorrupt, *SESSION_ERRORS, OSError) as e:
+    except (
+        PoolFailed,
+        GatewayFailed,
+        VersionsCorrupt,
+        RecordsCorrupt,
+        *SESSION_ERRORS,
+        OSError,
+    ) as e:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: serving: {e}", file=sys.stderr)
         # A new serving role would start the same engines the same way.
@@ -92,7 +100,7 @@ def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
 
 
 async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog) -> int:
-    """Raises PoolFailed, VersionsCorrupt, RecordsCorrupt, NotOwner, SessionBusy,
+    """Raises PoolFailed, GatewayFailed, VersionsCorrupt, RecordsCorrupt, NotOwner, SessionBusy,
     SessionUnreadable, OSError."""
     sections, folder = resolved.sections, resolved.run_folder
     stop = asyncio.Event()

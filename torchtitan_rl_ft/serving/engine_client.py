@@ -44,6 +44,7 @@ class EngineClient:
     def __init__(self, http: aiohttp.ClientSession, url: str, name: str) -> None:
         self._http, self.url, self.name = http, url, name
         self._fenced = False
+        self.stream_headers = {"Connection": "close"}
 
     def fence(self) -> None:
         """The engine is retired: no request goes to its address any more, which another process
@@ -62,12 +63,12 @@ class EngineClient:
         it came on, whatever runs there.
         """
         limit = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"Connection": "close"}
         self._check_fence("/generate")
         try:
             async with self._http.post(
-                self.url + "/generate", json=body, headers=headers, timeout=limit
+                self.url + "/generate", json=body, headers=self.stream_headers, timeout=limit
             ) as response:
+                await self._answered(response)
                 if response.status != 200:
                     raise EngineRefused(response.status, await _message(response))
                 events = EventSplitter()
@@ -82,6 +83,9 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as e:
             raise EngineUnreachable(f"{self.name} /generate: {type(e).__name__}: {e}") from e
         raise EngineUnreachable(f"{self.name} /generate: the answer broke off")
+
+    async def _answered(self, response: aiohttp.ClientResponse) -> None:
+        """Looks at the head of an answer, whatever its status."""
 
     def _understood(self, event: bytes) -> dict[str, Any]:
         """A message; raises EngineRefused where it is an error, AnswerInvalid where it is none."""

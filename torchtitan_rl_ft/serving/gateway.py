@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +19,12 @@ from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.deregistration import DeregistrationFailed
+from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_process import end_trees
 from torchtitan_rl_ft.serving.gateway_client import GatewayClient, GatewayError
 from torchtitan_rl_ft.serving.gateway_process import HOST, KEY_ENV
+from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
 from torchtitan_rl_ft.serving.launch import free_ports
 from torchtitan_rl_ft.serving.slot import next_attempt
 
@@ -58,15 +61,15 @@ def smg_program(port: int, metrics_port: int) -> list[str]:
 
 
 class Gateway:
-    """`wanted` gives the URLs of the engines that may get requests now."""
+    """`wanted` gives the engines that may get requests now; `folder` where logs are."""
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: Callable[[], RunFolder],
         events: EventSink,
         http: aiohttp.ClientSession,
         changes: Changes,
-        wanted: Callable[[], Collection[str]],
+        wanted: Callable[[], Iterable[Engine]],
         program: GatewayProgram = smg_program,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,6 +85,18 @@ class Gateway:
         self.client: GatewayClient | None = None
         """None while there is no gateway that answers."""
         self.starts = 0
+
+    def listed_of(self, engines: Iterable[Engine]) -> list[Engine]:
+        listed = self.listed
+        return [e for e in engines if e.client.url in listed]
+
+    def route(self, listed: Sequence[Engine]) -> GatewayRoute:
+        """For one request to any of the engines in `listed`, which serve the same version."""
+        assert self.client is not None
+        first = listed[0]
+        return GatewayRoute(
+            self._http, self.client, first.version or 0, first.group, lambda: self._wanted()
+        )
 
     @property
     def listed(self) -> set[str]:
@@ -117,7 +132,8 @@ class Gateway:
             await asyncio.sleep(delay_s)
             self._budget = self._budget.started(self._clock())
             self.starts += 1
-            log = self._folder.log_file(NAME, next_attempt(self._folder, NAME))
+            folder = self._folder()
+            log = folder.log_file(NAME, next_attempt(folder, NAME))
             reason = await self._live(log)
         lines = last_lines(log) if log is not None else []
         raise GatewayFailed(
@@ -196,7 +212,10 @@ class Gateway:
         return f"{self._silent} calls in a row were not answered"
 
     def _differs(self) -> bool:
-        return set(self._wanted()) != self._ids.keys()
+        return self._wanted_urls() != self._ids.keys()
+
+    def _wanted_urls(self) -> set[str]:
+        return {e.client.url for e in self._wanted()}
 
     async def _come_up(self, client: GatewayClient) -> bool:
         end = self._clock() + START_LIMIT_S
@@ -218,7 +237,7 @@ class Gateway:
             return RETRY_S
         self._silent = 0
         self._complained.discard("list")
-        wanted = set(self._wanted())
+        wanted = self._wanted_urls()
         self._ids = {w.url: w.id for w in workers}
         ready = {w.url for w in workers if w.ready}
         if ready != self._ready:
@@ -235,11 +254,18 @@ class Gateway:
         self._unsettled += 1
         return SETTLE_S if self._unsettled <= SETTLE_ROUNDS else RETRY_S
 
-    async def deregister(self, url: str) -> None:
-        """Take `url` off the list, now. When the gateway cannot be told, that is not forgotten:
-        the next rounds try again."""
-        if self.client is not None and url in self._ids:
-            await self._remove(self.client, url)
+    async def forget(self, engine: Engine) -> None:
+        """Take a retired engine off the list, now. Raises DeregistrationFailed; the next rounds
+        try again, whoever else does."""
+        client, url = self.client, engine.client.url
+        if client is None or url not in self._ids:
+            return
+        self._ready.discard(url)
+        try:
+            await client.remove(self._ids[url], CALL_LIMIT_S)
+        except GatewayError as e:
+            raise DeregistrationFailed(f"gateway: {e}") from e
+        self._ids.pop(url, None)
 
     async def _remove(self, client: GatewayClient, url: str) -> bool:
         self._ready.discard(url)

@@ -17,6 +17,8 @@ from torchtitan_rl_ft.serving.engine_client import (
     EngineTimeout,
     EngineUnreachable,
 )
+from torchtitan_rl_ft.serving.gateway import Gateway
+from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
@@ -27,6 +29,12 @@ MAX_ABORTS = 16
 
 RETRIED_STATUSES = frozenset({408, 429})
 """Client errors that speak of the engine's load, not of the request."""
+
+
+GATEWAY_RETRY_S = 0.1
+"""Before a request that failed is given to the gateway again; doubles."""
+
+Way = Engine | GatewayRoute
 
 
 class EngineGone(Exception):
@@ -87,10 +95,12 @@ class Router:
         events: EventSink,
         engine_timeout_s: float,
         stops: Mapping[str, Collection[int]],
+        gateway: Gateway | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._changes, self._events = pool, changes, events
         self._engine_timeout_s, self._stops, self._clock = engine_timeout_s, stops, clock
+        self._gateway = gateway
         self.wasted_tokens = 0
         """Received from engines and thrown away."""
         self.continued_tokens = 0
@@ -113,7 +123,7 @@ class Router:
         request = work.request
         end = self._clock() + request.timeout_s
         while work.failures < MAX_FAILURES and work.aborts < MAX_ABORTS:
-            engine = await self._pick(work.avoid, end)
+            engine = await self._pick(work, end)
             if engine is None:
                 break
             legs = [Leg(work.drafts[i], engine.name, engine.version or 0) for i in work.missing]
@@ -136,7 +146,7 @@ class Router:
             tried=work.failures + work.aborts > 0,
         )
 
-    async def _attempt(self, engine: Engine, work: Work, legs: Sequence[Leg], end: float) -> None:
+    async def _attempt(self, engine: Way, work: Work, legs: Sequence[Leg], end: float) -> None:
         """Have one engine carry on with what is missing. Raises RequestRejected."""
         body = request_body(work.request, work.drafts, work.missing)
         try:
@@ -159,18 +169,27 @@ class Router:
         work.failures += 1
         work.avoid.add(engine.slot)
 
-    async def _pick(self, avoid: set[int], end: float) -> Engine | None:
+    async def _pick(self, work: Work, end: float) -> Way | None:
         """Wait until an engine serves the current version; None at the deadline."""
 
         def serving() -> list[Engine]:
             target = self._pool.target
-            return self._pool.serving(target.release.version) if target is not None else []
+            found = self._pool.serving(target.release.version) if target is not None else []
+            return found if self._gateway is None else self._gateway.listed_of(found)
 
+        if self._gateway is not None and work.failures:
+            # It may choose the same engine again: until it is told that the engine is gone.
+            delay_s = GATEWAY_RETRY_S * 2.0 ** (work.failures - 1)
+            await asyncio.sleep(max(0.0, min(delay_s, end - self._clock())))
         await self._changes.wait_until(lambda: bool(serving()), end - self._clock())
-        return choose(serving(), avoid) if self._clock() < end else None
+        if self._clock() >= end:
+            return None
+        if self._gateway is not None:
+            return self._gateway.route(serving())
+        return choose(serving(), work.avoid)
 
     async def _ask(
-        self, engine: Engine, body: dict[str, Any], legs: Sequence[Leg], end: float
+        self, engine: Way, body: dict[str, Any], legs: Sequence[Leg], end: float
     ) -> None:
         """Have the engine carry on with the legs, until it has ended each, or is retired: what it
         says after that is not used."""
@@ -181,6 +200,7 @@ class Router:
             index = message.get("index", 0)
             if not isinstance(index, int) or not 0 <= index < len(legs):
                 raise AnswerInvalid(f"{engine.name}: sample {index!r} was not asked for")
+            legs[index].engine = engine.name
             if legs[index].take(message):
                 engine.made_progress()
 
@@ -210,7 +230,7 @@ class Router:
             self.continued_tokens -= work.tokens
             self.wasted_tokens += work.restart()
 
-    def _doubt(self, engine: Engine, fault: Exception, end: float) -> None:
+    def _doubt(self, engine: Way, fault: Exception, end: float) -> None:
         """A lost connection, or silence for the whole limit, is a reason to look at the engine;
         a caller's own short limit is none."""
         if not isinstance(fault, EngineTimeout) or end > self._clock():

@@ -75,7 +75,7 @@ class Leg:
 
     def __init__(self, draft: Draft, engine: str, version: int) -> None:
         """`version` is the one that the engine serves: it answers with no older one."""
-        self.draft, self._engine = draft, engine
+        self.draft, self.engine = draft, engine
         self._start = len(draft.output_ids)
         self._oldest = self._newest = version
         self.ended = False
@@ -93,7 +93,7 @@ class Leg:
             return self._take(message)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
             cause = f"answer not understood: {type(e).__name__}: {e}"
-            raise AnswerInvalid(f"{self._engine}: {cause}") from e
+            raise AnswerInvalid(f"{self.engine}: {cause}") from e
 
     def undo(self) -> int:
         """Forget what this engine gave; returns the number of tokens."""
@@ -102,7 +102,7 @@ class Leg:
     def _take(self, message: dict[str, Any]) -> int:
         draft, meta = self.draft, message["meta_info"]
         if self.ended:
-            raise AnswerInvalid(f"{self._engine}: a sample goes on after its end")
+            raise AnswerInvalid(f"{self.engine}: a sample goes on after its end")
         finish = meta["finish_reason"]
         reason = None if finish is None else str(finish["type"])
         ids, logprobs = self._new_tokens(message, aborted=reason == ABORTED)
@@ -115,7 +115,7 @@ class Leg:
         draft.output_ids += ids
         draft.logprobs += logprobs
         draft.version = self._newest = newest
-        draft.engine = self._engine
+        draft.engine = self.engine
         draft.finish_reason = reason if reason != ABORTED else None
         self.ended = reason is not None
         return len(ids)
@@ -131,16 +131,16 @@ class Leg:
         given, triples = message["output_ids"], meta["output_token_logprobs"]
         if new < 0 or len(triples) < new:
             raise AnswerInvalid(
-                f"{self._engine}: tokens {held} to {total} have {len(triples)} log-probs"
+                f"{self.engine}: tokens {held} to {total} have {len(triples)} log-probs"
             )
         triples = triples[len(triples) - new :]
         ids = [int(t[1]) for t in triples]
         whole = len(given) == total and given == self.draft.output_ids[self._start :] + ids
         if not (given == ids or whole or (aborted and given[:new] == ids)):
-            raise AnswerInvalid(f"{self._engine}: log-probs are not those of the output tokens")
+            raise AnswerInvalid(f"{self.engine}: log-probs are not those of the output tokens")
         logprobs = [float(t[0]) for t in triples]
         if not all(map(math.isfinite, logprobs)):
-            raise AnswerInvalid(f"{self._engine}: a log-prob is not finite")
+            raise AnswerInvalid(f"{self.engine}: a log-prob is not finite")
         return ids, logprobs
 
     def _spanned(self, spans: list[dict[str, Any]], total: int) -> list[int]:
@@ -149,20 +149,18 @@ class Leg:
         for span in spans:
             start, end = int(span["start"]), int(span["end"])
             if start != len(versions):
-                raise AnswerInvalid(f"{self._engine}: version spans {spans} leave a gap")
+                raise AnswerInvalid(f"{self.engine}: version spans {spans} leave a gap")
             if end > start:
                 versions += [self._version(span["version"])] * (end - start)
         if len(versions) != total:
-            raise AnswerInvalid(
-                f"{self._engine}: version spans {spans} do not cover {total} tokens"
-            )
+            raise AnswerInvalid(f"{self.engine}: version spans {spans} do not cover {total} tokens")
         return versions
 
     def _version(self, text: Any) -> int:
         if not isinstance(text, str) or not text.isdigit():
             raise AnswerInvalid(
-                f"{self._engine}: weight version {text!r} is none that was published"
+                f"{self.engine}: weight version {text!r} is none that was published"
             )
         if int(text) < self._oldest:
-            raise AnswerInvalid(f"{self._engine}: weight version {text} of before {self._oldest}")
+            raise AnswerInvalid(f"{self.engine}: weight version {text} of before {self._oldest}")
         return int(text)

@@ -24,6 +24,7 @@ from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
+from torchtitan_rl_ft.serving.gateway import Gateway, GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
@@ -70,6 +71,7 @@ class ServingService:
         transport: WeightTransport,
         *,
         engines_file: Path | None = None,
+        gateway_program: GatewayProgram = smg_program,
         randomness: random.Random | None = None,
     ) -> None:
         """`engines_file`: where engines are recorded; None: in the run folder."""
@@ -83,6 +85,7 @@ class ServingService:
         self.admission = Admission()
         self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
+        self._gateway_runs: list[asyncio.Task[None]] = []
         self._frozen: list[asyncio.Task[None]] = []
         self._records = EngineRecords(engines_file or folder.path / "serving" / "engines.json")
         self._shared = Shared(
@@ -109,13 +112,29 @@ class ServingService:
             deregistration=Deregistration(events),
         )
         self.pool = EnginePool(self._shared)
+        self.gateway = self._make_gateway(gateway_program) if rollout.router == "smg" else None
         self._router = Router(
             self.pool,
             self._changes,
             events,
             rollout.request_timeout_s,
             {g.name: stop_tokens(launcher.model_path(g)) for g in self._groups},
+            self.gateway,
         )
+
+    def _make_gateway(self, program: GatewayProgram) -> Gateway:
+        """In front of the engines of the policy."""
+        shared, pool = self._shared, self.pool
+        gateway = Gateway(
+            lambda: shared.folder,
+            shared.events,
+            shared.http,
+            shared.changes,
+            lambda: pool.serving(shared.version),
+            program,
+        )
+        shared.deregistration.hooks.append(gateway.forget)
+        return gateway
 
     # Life -----------------------------------------------------------------------------------
 
@@ -134,6 +153,8 @@ class ServingService:
             for g in self._groups
             if not takes_versions(g)
         ]
+        if self.gateway is not None:
+            self._gateway_runs = [asyncio.create_task(self.gateway.run())]
         self.pool.open(await self._inherit())
 
     async def _inherit(self) -> dict[int, EngineRecord]:
@@ -165,12 +186,15 @@ class ServingService:
         for task in self._frozen:
             task.cancel()
         await self.pool.close()
+        for task in self._gateway_runs:  # to the end: engines leave its list first
+            task.cancel()
+        await asyncio.gather(*self._gateway_runs, return_exceptions=True)
 
     async def run_until_failed(self) -> None:
-        """Raises PoolFailed."""
+        """Raises PoolFailed, GatewayFailed."""
         failing = asyncio.create_task(self.pool.run_until_failed())
         try:
-            await asyncio.gather(failing, *self._frozen)
+            await asyncio.gather(failing, *self._frozen, *self._gateway_runs)
         finally:
             failing.cancel()
 
@@ -386,6 +410,7 @@ class ServingService:
             "step": target.release.step if target is not None else None,
             "proof": target.proof.kind if target is not None else None,
             "groups": self.pool.groups(),
+            "gateway": self.gateway.to_json() if self.gateway is not None else None,
             "engines": [slot.to_json() for slot in self.pool.slots],
             "in_flight": sum(e.in_flight for e in self.pool.engines),
             "wasted_tokens": self._router.wasted_tokens,
