@@ -70,6 +70,7 @@ def finished(config: RLFaultTolerantTrainer.Config, job: Resolved) -> RLFaultTol
             clip_ratio_high=rl.clip_ratio_high,
             ratio_cap=rl.ratio_cap,
             kl_coef=rl.kl_coef,
+            record=bool(job.sections.rollout.save_debug_train_data),
         ),
     )
 

@@ -14,7 +14,12 @@ import pytest
 from rollout_parts import MEMBER, TOKENIZER, Host, ScriptedServing
 from safetensors.numpy import load_file
 
-from torchtitan_rl_ft.journal.dump_files import DumpInvalid, DumpWriteError, write_dump
+from torchtitan_rl_ft.journal.dump_files import (
+    SAMPLE_INDICES,
+    DumpInvalid,
+    DumpWriteError,
+    write_dump,
+)
 from torchtitan_rl_ft.journal.errors import JournalStateError
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.protocol import PUBLISH, State
@@ -33,7 +38,7 @@ from torchtitan_rl_ft.rollout.dumps import (
 )
 from torchtitan_rl_ft.rollout.generation import sample_seed
 from torchtitan_rl_ft.rollout.replay import DumpReplay, DumpSource
-from torchtitan_rl_ft.rollout.subsampling import INDICES, subsample
+from torchtitan_rl_ft.rollout.subsampling import subsample
 from torchtitan_rl_ft.weights.initial import release_directory
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid, read_and_verify
 
@@ -419,7 +424,7 @@ async def test_a_share_keeps_whole_groups_and_the_weight_of_a_batch(tmp_path, sh
     part = subsample(whole, share, seed=0, step=1, loss_norm=loss_norm)
     kept = {0.5: 3, 0.01: 1, 0.99: 6}[share]
     assert part.meta["groups"] == kept == len(np.unique(part.arrays["group_ids"]))
-    indices = part.meta[INDICES]
+    indices = part.meta[SAMPLE_INDICES]
     assert len(indices) == part.n_samples == 4 * kept and indices == sorted(indices)
     assert np.isclose(part.arrays["weights"].sum(), 1.0)
     for i, index in enumerate(indices):  # each sample is its twin
@@ -432,7 +437,7 @@ async def test_a_share_keeps_whole_groups_and_the_weight_of_a_batch(tmp_path, sh
     draws = [
         subsample(whole, 0.5, seed=s, step=t, loss_norm="token") for s in (0, 1) for t in (1, 2)
     ]
-    assert len({tuple(d.meta[INDICES]) for d in draws}) > 1
+    assert len({tuple(d.meta[SAMPLE_INDICES]) for d in draws}) > 1
     assert subsample(whole, 1, seed=0, step=1, loss_norm="token") is whole
 
 

@@ -74,7 +74,7 @@ def build(monkeypatch, participants=2, max_refusals=3, **answers):
             refused="retry",
         ),
         beats=script.seam("beats", "update"),
-        attempt=script.seam("attempt", "abstain", run=COMMITTED),
+        attempt=script.seam("attempt", "abstain", run=COMMITTED, recorded=0),
         publisher=script.seam("publisher", publish=7),
         clock=PhaseClock(events),
         events=events,

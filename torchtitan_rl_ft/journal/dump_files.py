@@ -17,6 +17,9 @@ from safetensors.numpy import load, save
 from torchtitan_rl_ft.run_folder import write_atomic
 
 DUMP_FORMAT = 1
+SAMPLE_INDICES = "sample_indices"
+"""Key of a subsampled batch's meta: where its samples were in the dumped one."""
+
 _KEY = "dump"
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 

@@ -6,11 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from torchtitan_rl_ft.journal.dump_files import SAMPLE_INDICES
 from torchtitan_rl_ft.journal.records import SealedBatch
 from torchtitan_rl_ft.rollout.sealing import loss_weights
-
-INDICES = "sample_indices"
-"""Key of a subsampled batch's meta: where its samples were in the whole batch."""
 
 _PER_SAMPLE = ("prompt_lens", "advantages", "rewards", "group_ids")
 _PER_TOKEN = ("tokens", "logprobs", "loss_mask", "versions")
@@ -49,6 +47,6 @@ def subsample(
         "reward/mean": float(judged.mean()) if len(judged) else None,
         "reward/std": float(judged.std()) if len(judged) else None,
         "reward/missing": int(len(samples) - len(judged)),
-        INDICES: samples.tolist(),
+        SAMPLE_INDICES: samples.tolist(),
     }
     return SealedBatch(batch.batch_id, arrays, meta)

@@ -17,7 +17,7 @@ from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.coverage import Claim, CoverageError
 from torchtitan_rl_ft.trainer.gradients import local_gradients, sum_over_groups
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
-from torchtitan_rl_ft.trainer.rows import MicroBatch, micro_batches, row_length
+from torchtitan_rl_ft.trainer.rows import MicroBatch, micro_batches, row_length, unpack
 
 
 class NumericError(Exception):
@@ -89,7 +89,7 @@ class Attempt:
     def run(self, work: Work) -> Result:
         """Gradients are left in the parameters, clipped, when the result is committed."""
         self._enter("forward_backward")
-        samples, loss = self._compute(work)
+        samples, loss, recorded = self._compute(work)
         gradients = local_gradients(self._parameters)
         finite = math.isfinite(loss) and _all_finite(gradients)
         self._enter("reduce")
@@ -102,20 +102,31 @@ class Attempt:
             nonfinite=not finite,
             loss=loss,
             stats=self._loss.take_stats(),
+            recorded=recorded,
         )
         self._sum(vector)
         return self._vote(work, vector)
 
-    def abstain(self, n_samples: int) -> None:
+    def recorded(self, batch: SealedBatch) -> int:
+        """Values that ride along with the proof of a step on `batch`."""
+        return batch.n_tokens if self._loss.config.record else 0
+
+    def abstain(self, batch: SealedBatch) -> None:
         """Keep the collectives of the others alive without taking part, so that they refuse at
         once instead of waiting for us until their timeout."""
         for p in self._parameters:
             p.grad = None
         sum_over_groups(local_gradients(self._parameters), self._group.all_reduce)
-        self._sum(coverage.abstain(n_samples, speaks=self._placement.speaks))
+        self._sum(
+            coverage.abstain(
+                batch.n_samples, speaks=self._placement.speaks, n_recorded=self.recorded(batch)
+            )
+        )
         self._group.should_commit(False)
 
-    def _compute(self, work: Work) -> tuple[np.ndarray, float]:
+    def _compute(self, work: Work) -> tuple[np.ndarray, float, np.ndarray | None]:
+        """This rank's samples, its share of the loss, and the policy's log-probs [T] of its
+        samples when they are recorded."""
         assert work.quorum.rank is not None
         lengths = work.batch.lengths()
         shards = work.quorum.participants * self._placement.degree
@@ -125,6 +136,8 @@ class Attempt:
         # FSDP's collectives run in every backward: ranks of one group take equally many.
         count = max(1, *(-(-len(v) // self._rows) for v in views))
         total = 0.0
+        record = self._loss.config.record
+        logprobs = np.zeros(work.batch.n_tokens) if record else None
         for micro_batch in micro_batches(
             work.batch,
             samples,
@@ -133,7 +146,9 @@ class Attempt:
             count=count,
         ):
             total += float(self._forward_backward(micro_batch).detach())
-        return samples, total
+            if logprobs is not None:
+                unpack(work.batch, micro_batch, self._loss.take_logprobs(), logprobs)
+        return samples, total, logprobs
 
     def _sum(self, vector: torch.Tensor) -> None:
         self._placement.sum(vector)

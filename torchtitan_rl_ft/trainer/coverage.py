@@ -9,7 +9,7 @@ Loss, metrics and anomaly flags ride along, so that all groups see the same numb
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -49,6 +49,8 @@ class Claim:
     token: str
     digest: str
     n_samples: int
+    n_recorded: int = 0
+    """Values that ride along, one per token, to be dumped by whoever commits."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Outcome:
     nonfinite: int
     loss: float
     stats: np.ndarray  # [len(Stat)] sums over all trained tokens
+    recorded: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [n_recorded]
 
 
 def draw_nonce() -> int:
@@ -88,12 +91,13 @@ def fill(
     nonfinite: bool,
     loss: float,
     stats: torch.Tensor | None,
+    recorded: np.ndarray | None = None,
 ) -> torch.Tensor:
-    """This rank's vector, float64 [HEAD + n_samples].
+    """This rank's vector, float64 [HEAD + n_samples + n_recorded].
 
     `speaks`: exactly one rank of the group carries the group's own slots.
     """
-    vector = np.zeros(HEAD + claim.n_samples)
+    vector = np.zeros(HEAD + claim.n_samples + claim.n_recorded)
     if speaks:
         vector[Slot.GROUPS] = 1
         vector[Slot.STEP] = claim.step
@@ -106,13 +110,15 @@ def fill(
         numbers = stats.cpu().numpy()
         vector[len(Slot) : HEAD] = np.where(np.isfinite(numbers), numbers, 0.0)
     np.add.at(vector, HEAD + samples, 1)
+    if recorded is not None:
+        vector[HEAD + claim.n_samples :] = recorded
     return torch.from_numpy(vector)
 
 
-def abstain(n_samples: int, *, speaks: bool) -> torch.Tensor:
+def abstain(n_samples: int, *, speaks: bool, n_recorded: int = 0) -> torch.Tensor:
     """The vector of a group that may not train: it makes every group's check fail at once,
     instead of letting the others wait for it until their timeout."""
-    vector = torch.zeros(HEAD + n_samples, dtype=torch.float64)
+    vector = torch.zeros(HEAD + n_samples + n_recorded, dtype=torch.float64)
     vector[Slot.ABSTAINED] = float(speaks)
     return vector
 
@@ -132,7 +138,7 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
     ):
         if v[slot] != participants * own:
             raise CoverageError(f"groups disagree on the {what}")
-    counts = v[HEAD:]
+    counts = v[HEAD : HEAD + claim.n_samples]
     if not np.all(counts == 1):
         wrong = np.flatnonzero(counts != 1)
         raise CoverageError(
@@ -145,4 +151,5 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
         nonfinite=int(v[Slot.NONFINITE]),
         loss=float(v[Slot.LOSS]),
         stats=v[len(Slot) : HEAD].copy(),
+        recorded=v[HEAD + claim.n_samples :].copy(),
     )

@@ -67,11 +67,15 @@ class PolicyLoss(BaseLoss):
         kl_coef: float = 0.0
         """Weight of the KL term to the reference policy."""
 
+        record: bool = False
+        """Keep the policy's log-probs of each call, for `take_logprobs`."""
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         self.config = config
         self.fn = self._token_losses  # type: ignore[assignment]  # typed for one loss tensor
         self._maybe_compile(compile_config)
         self._stats: torch.Tensor | None = None
+        self._logprobs: list[torch.Tensor] = []
 
     def __call__(
         self,
@@ -81,7 +85,9 @@ class PolicyLoss(BaseLoss):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`pred` logits [B, S, V], `labels` [B, S, C]; returns the scalar weighted sum."""
-        loss, stats = self.fn(pred, labels)
+        loss, stats, logprobs = self.fn(pred, labels)
+        if self.config.record:
+            self._logprobs.append(logprobs)
         self._stats = stats if self._stats is None else self._stats + stats
         return loss, {}
 
@@ -90,9 +96,15 @@ class PolicyLoss(BaseLoss):
         stats, self._stats = self._stats, None
         return stats
 
+    def take_logprobs(self) -> torch.Tensor:
+        """The targets' log-probs under the policy [B, S], 0 where nothing is trained, of the calls
+        since the last one; with `record` only."""
+        taken, self._logprobs = self._logprobs, []
+        return torch.cat(taken)
+
     def _token_losses(
         self, pred: torch.Tensor, labels: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
         targets = labels[..., TARGET].long()
         weight, advantage = labels[..., WEIGHT], labels[..., ADVANTAGE]
@@ -126,4 +138,5 @@ class PolicyLoss(BaseLoss):
                 ]
             )
             stats = torch.where(trained, per_token, 0.0).double().sum(dim=(1, 2))
-        return loss, stats
+            logprobs = torch.where(trained, logprob, 0.0)
+        return loss, stats, logprobs

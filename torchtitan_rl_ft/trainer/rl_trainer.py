@@ -50,6 +50,7 @@ from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference,
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.stepper import RunStopped, Seams, Stepper
+from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             clock=self.clock,
             events=self.events,
             model=self,
+            train_dumps=self._build_train_dumps(),
         )
         return Stepper(
             seams,
@@ -122,6 +124,12 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             max_refusals=config.fault_tolerance.max_commit_retries,
             batch_wait_timeout_s=config.recovery.batch_wait_timeout_s,
         )
+
+    def _build_train_dumps(self) -> TrainDumps | None:
+        template = self.config.rollout.save_debug_train_data
+        if not template:
+            return None
+        return TrainDumps(template, self.run_folder.path, self.config.loss.ratio_cap, self.events)
 
     def _client(self, role: str) -> RoleClient:
         return RoleClient(role, lambda: role_url(self.run_folder, role), self._token)

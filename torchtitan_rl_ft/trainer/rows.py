@@ -62,6 +62,16 @@ def micro_batches(
         yield _micro_batch(batch, indices[i * rows : (i + 1) * rows], rows, length)
 
 
+def unpack(
+    batch: SealedBatch, rows: MicroBatch, values_BS: torch.Tensor, target: np.ndarray
+) -> None:
+    """Put the values of the rows' targets where these tokens are in `target` [T]."""
+    values, offsets = values_BS.cpu().numpy(), batch.arrays["sample_offsets"]
+    for row, sample in enumerate(rows.samples):
+        start, end = offsets[sample], offsets[sample + 1]
+        target[start + 1 : end] = values[row, : end - start - 1]
+
+
 def _micro_batch(batch: SealedBatch, samples: np.ndarray, rows: int, length: int) -> MicroBatch:
     a = batch.arrays
     inputs = np.zeros((rows, length), dtype=np.int64)

@@ -13,6 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from torchtitan_rl_ft.journal.client import (
     BatchWaitTimeout,
     BeginAnswer,
@@ -36,6 +38,7 @@ from torchtitan_rl_ft.trainer.presence import PhaseClock
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.refusals import Refusals
 from torchtitan_rl_ft.trainer.step_metrics import step_metrics
+from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class Seams:
     clock: PhaseClock
     events: EventSink
     model: Model
+    train_dumps: TrainDumps | None = None
 
 
 class Stepper:
@@ -153,7 +157,11 @@ class Stepper:
         assert answer.batch is not None
         batch = self._s.ledger.batch(answer.batch)
         claim = coverage.Claim(
-            self._lineage.step, self._lineage.token, answer.batch.digest, batch.n_samples
+            self._lineage.step,
+            self._lineage.token,
+            answer.batch.digest,
+            batch.n_samples,
+            self._s.attempt.recorded(batch),
         )
         self._s.model.seed_step()
         result = self._s.attempt.run(Work(claim, batch, quorum, nonce))
@@ -220,7 +228,7 @@ class Stepper:
         """This group may not train now. Let the others see it at once, then do as told."""
         logger.warning("standing aside (%s): %s", answer.decision, answer.reason)
         if quorum.participants > 1:
-            self._s.attempt.abstain(self._s.ledger.batch(head).n_samples)
+            self._s.attempt.abstain(self._s.ledger.batch(head))
             self._s.model.discard()
         if answer.decision is Decision.HEAL:
             self._s.group.set_step(0)
@@ -262,6 +270,7 @@ class Stepper:
         self._lineage.advance(record, batch.n_tokens)
         metrics = step_metrics(result.outcome, result.grad_norm, rates, self._s.clock.restart())
         self._s.model.committed(metrics)
+        self._dump(batch, record, result.outcome.recorded, metrics)
         self.enter("report")
         reply = self._s.link.ask(lambda: self._report(record, metrics))
         if reply is not None and reply.status == "refused":
@@ -269,6 +278,17 @@ class Stepper:
             self._s.group.set_step(0)
         elif reply is not None and PUBLISH in reply.duties:
             self._publish()
+
+    def _dump(
+        self,
+        batch: SealedBatch,
+        record: CommitRecord,
+        logprobs: np.ndarray,
+        metrics: dict[str, float],
+    ) -> None:
+        if (dumps := self._s.train_dumps) is not None:
+            self.enter("dump")
+            self._s.link.tell(lambda: dumps.write(batch, record, logprobs, metrics))
 
     def _report(self, record: CommitRecord, metrics: dict[str, float]) -> CommitAnswer | None:
         """The ledger's reply; None when it stays silent. The commit is not lost: `begin` shows
