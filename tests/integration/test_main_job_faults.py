@@ -141,8 +141,8 @@ def changed(job: Job, before: dict[str, ProcessId]) -> set[str]:
         ("engine-0", {"engine-0"}, 10),
         ("rollout", {"rollout"}, 15),
         ("lighthouse", {"lighthouse"}, 15),
-        # Engines end with their serving role, and both have to start anew.
-        ("serving", {"serving", *ENGINES}, 60),
+        # The engines live on, and the new role takes them over.
+        ("serving", {"serving"}, 15),
     ],
 )
 def test_killed_role_is_restarted_alone(job, victim, restarted, longest_stall_s):

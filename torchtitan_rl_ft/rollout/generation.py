@@ -17,6 +17,9 @@ GRACE_S = 10.0
 
 CHECK_GRACE_S = 1.0
 
+UNAVAILABLE_RETRY_S = 0.5
+"""A serving role that was killed is back with its engines after 1 to 2 s: nobody sleeps longer."""
+
 FINISHED = ("stop", "length")
 SEED_BITS = 31
 

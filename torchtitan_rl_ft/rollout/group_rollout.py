@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan_rl_ft.rollout.generation import (
+    UNAVAILABLE_RETRY_S,
     Generated,
     GenerateRequest,
     GenerationFailed,
@@ -98,7 +99,7 @@ class GroupRollout:
                 return await self._judged(prompt, input_ids, generated, filtered=not greedy)
             except ServingUnavailable as e:
                 self._on_unavailable(str(e))
-                await pause(unavailable)
+                await pause(unavailable, longest_s=UNAVAILABLE_RETRY_S)
                 unavailable += 1
             except (GenerationFailed, RewardFailed) as e:
                 failures += 1

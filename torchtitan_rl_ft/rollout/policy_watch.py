@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchtitan_rl_ft.rollout.generation import (
+    UNAVAILABLE_RETRY_S,
     Generator,
     ServedPolicy,
     ServingUnavailable,
@@ -32,7 +33,7 @@ class PolicyWatch:
                 found = await self._generator.policy(after, POLL_S)
             except ServingUnavailable as e:
                 self.unavailable = str(e)
-                await pause(failures, longest_s=2.0)
+                await pause(failures, longest_s=UNAVAILABLE_RETRY_S)
                 failures += 1
                 continue
             self.unavailable, failures = None, 0
