@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from job_run import Job
 
@@ -14,6 +16,7 @@ pytestmark = pytest.mark.timeout(240)
 STEPS = 60
 KILL = "kill engine-1 at step 2"
 STOP = "stop rollout for 6 s at step 6"  # time for the engine to come back meanwhile
+DARK = "blackhole engine-0 for 1 s at step 10"
 IN_SERVICE = {"stale", "installing", "serving"}
 """States of an engine that has joined: between versions, or at one."""
 
@@ -21,19 +24,20 @@ IN_SERVICE = {"stale", "installing", "serving"}
 @pytest.mark.row("J4")
 def test_a_configured_fault_is_a_real_crash_that_happens_once(tmp_path) -> None:
     with Job(tmp_path / "run") as job:
-        plan = f'["{KILL}", "{STOP}"]'
+        plan = json.dumps([KILL, STOP, DARK])
         job.start("--training.steps", str(STEPS), "--chaos.enable", "--chaos.faults", plan)
-        job.wait_event(Kind.CHAOS, n=3, timeout_s=120)
+        job.wait_event(Kind.CHAOS, n=5, timeout_s=120)
         # The injector itself is restarted, and injects nothing again.
         faults.kill(job.process_of("chaos"))
         assert job.end(timeout_s=180) == ExitCode.DONE, job.story()
         assert job.attempts("chaos") == 2
         assert job.step() == STEPS
 
-        kill, stop = [e for e in job.events(Kind.CHAOS) if e.phase == "inject"]
-        assert (kill.cause, stop.cause) == (KILL, STOP)
+        kill, stop, dark = [e for e in job.events(Kind.CHAOS) if e.phase == "inject"]
+        assert (kill.cause, stop.cause, dark.cause) == (KILL, STOP, DARK)
         check_kill(job, kill)
         check_stop(job, stop)
+        check_dark(job, dark)
         found = job.audit()
         assert found.problems == []
         assert [c.step for c in found.history] == list(range(1, STEPS + 1))
@@ -64,8 +68,23 @@ def check_kill(job: Job, kill: Event) -> None:
 
 def check_stop(job: Job, stop: Event) -> None:
     """It stood still for the time, and was not restarted."""
-    [lift] = [e for e in job.events(Kind.CHAOS) if e.phase == "lift"]
+    lift = lift_of(job, stop)
     assert 6 <= lift.mono_s - stop.mono_s < 10
     others = [e for e in job.events() if e.name == "rollout" and e.pid == stop.data["pid"]]
     assert not [e for e in others if stop.mono_s + 0.3 < e.mono_s < lift.mono_s - 0.3]
     assert job.attempts("rollout") == 1
+
+
+def check_dark(job: Job, dark: Event) -> None:
+    """For so long it answered nothing; then it went on, and nobody took it for dead."""
+    lift = lift_of(job, dark)
+    assert 1 <= lift.mono_s - dark.mono_s < 3
+    answers = [e.mono_s for e in job.events(Kind.INSTALL, subject="engine-0")]
+    assert not [t for t in answers if dark.mono_s + 0.3 < t < lift.mono_s - 0.1]
+    assert [t for t in answers if t > lift.mono_s]
+    assert job.attempts("engine-0") == 1
+
+
+def lift_of(job: Job, inject: Event) -> Event:
+    [lift] = [e for e in job.events(Kind.CHAOS) if e.phase == "lift" and e.cause == inject.cause]
+    return lift
