@@ -211,8 +211,8 @@ async def sampled(engine: EngineClient, n: int) -> list[Draft]:
     """What one engine streams until it says that it is done."""
     asked = GenerateRequest("r", [3, 4], n, LONG, None, 60.0)
     legs = [Leg(Draft(), engine.name, 0) for _ in range(n)]
-    body = request_body(asked, [leg.draft for leg in legs], range(n))
-    await engine.stream(body, lambda m: legs[m.get("index", 0)].take(m), 60.0)
+    body = request_body(asked, [leg.draft for leg in legs], range(n), 32)
+    await engine.generate(body, lambda m: legs[m.get("index", 0)].take(m), 60.0)
     assert all(leg.ended for leg in legs)
     return [leg.draft for leg in legs]
 

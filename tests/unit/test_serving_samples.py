@@ -195,7 +195,7 @@ def request(**fields: Any) -> GenerateRequest:
 def test_what_is_missing_is_asked_with_the_tokens_so_far() -> None:
     drafts = [Draft([5, 6]), Draft([7], finish_reason="stop"), Draft()]
     asked = request(sampling={"min_new_tokens": 3})
-    body = request_body(asked, drafts, [0, 2])
+    body = request_body(asked, drafts, [0, 2], 4)
     assert body["input_ids"] == [[3, 4, 5, 6], [3, 4]]
     assert body["sampling_params"] == [
         {"max_new_tokens": 4, "min_new_tokens": 1, "temperature": 0.5, "sampling_seed": 11},
@@ -206,12 +206,22 @@ def test_what_is_missing_is_asked_with_the_tokens_so_far() -> None:
 
 def test_without_seeds_the_prompt_goes_once_until_something_was_sampled() -> None:
     asked = request(seeds=None)
-    body = request_body(asked, [Draft(), Draft(), Draft()], [0, 1, 2])
+    body = request_body(asked, [Draft(), Draft(), Draft()], [0, 1, 2], 8)
     assert (body["input_ids"], body["sampling_params"]["n"]) == ([3, 4], 3)
-    body = request_body(asked, [Draft([5]), Draft(), Draft()], [0, 2])
+    body = request_body(asked, [Draft([5]), Draft(), Draft()], [0, 2], 8)
     assert body["input_ids"] == [[3, 4, 5], [3, 4]]
     assert [p["max_new_tokens"] for p in body["sampling_params"]] == [5, 6]
     assert all("sampling_seed" not in p for p in body["sampling_params"])
+
+
+@pytest.mark.parametrize(
+    ("output", "interval", "streamed"), [(0, 5, True), (0, 6, False), (4, 1, True), (4, 2, False)]
+)
+def test_what_one_message_would_tell_is_not_streamed(
+    output: int, interval: int, streamed: bool
+) -> None:
+    body = request_body(request(n=1, seeds=[1]), [Draft([5] * output)], [0], interval)
+    assert body["stream"] is streamed
 
 
 @pytest.mark.parametrize(

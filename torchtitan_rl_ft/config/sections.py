@@ -320,8 +320,9 @@ class RolloutSection:
     router: Literal["own", "smg"] = "own"
     """smg: an SGLang gateway (package smg) in front of the engines."""
 
-    stream_interval_tokens: int = 8
-    """Tokens between two messages of a running request: what a dying engine can lose."""
+    stream_interval_tokens: int = 32
+    """Tokens between two messages of a running request: what a dying engine can lose. A request for
+    no more than that is not streamed."""
 
     request_timeout_s: float = 120.0
     """Limit for one generate request."""

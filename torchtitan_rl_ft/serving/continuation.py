@@ -53,21 +53,28 @@ def settle(draft: Draft, request: GenerateRequest, stops: Collection[int]) -> No
 
 
 def request_body(
-    request: GenerateRequest, drafts: Sequence[Draft], missing: Sequence[int]
+    request: GenerateRequest, drafts: Sequence[Draft], missing: Sequence[int], interval_tokens: int
 ) -> dict[str, Any]:
     """SGLang's /generate body for what the drafts `missing` lack; answers come in their order.
 
     With seeds, or tokens so far, they go as one request each, because SGLang gives one seed to
-    all samples of a request. Otherwise the prompt goes once: its cache is shared.
+    all samples of a request. Otherwise the prompt goes once: its cache is shared. Nothing is
+    streamed when an engine would tell the first token and the end only.
     """
     begun = any(drafts[i].output_ids for i in missing)
+    longest = request.max_new_tokens - min(len(drafts[i].output_ids) for i in missing)
     if request.seeds is None and not begun:
         ids: Any = request.input_ids
         parameters: Any = {**request.sampling, "n": len(missing)}
     else:
         ids = [request.input_ids + drafts[i].output_ids for i in missing]
         parameters = [_parameters(request, drafts[i], i) for i in missing]
-    return {"input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": True}
+    return {
+        "input_ids": ids,
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "stream": longest > interval_tokens,
+    }
 
 
 def _parameters(request: GenerateRequest, draft: Draft, index: int) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.streaming import DONE, EventSplitter, stream_refusal
 
 Take = Callable[[dict[str, Any]], None]
-"""Is given the messages of a streamed answer, in order."""
+"""Is given the messages of an answer, in order."""
 
 PROBE_PREFIX = "probe-"
 """Of the ids of our probes."""
@@ -54,14 +54,22 @@ class EngineClient:
     async def model_info(self, timeout_s: float) -> dict[str, Any]:
         return await self._json("GET", "/model_info", timeout_s=timeout_s)
 
-    async def stream(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
-        """Ask /generate and give each message to `take`, until the engine says that it was the
-        last one. `body` asks for a stream. What `take` raises ends the request, in the engine
-        too, and goes through.
+    async def generate(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
+        """Ask /generate and give each message to `take`: those of the stream, until the engine
+        says that it was the last one; or, when `body` asks for none, one for each sample. What
+        `take` raises ends the request, in the engine too, and goes through."""
+        if body.get("stream"):
+            await self.stream(body, take, timeout_s)
+            return
+        answer = await self._json("POST", "/generate", body, timeout_s=timeout_s)
+        for index, message in enumerate(answer if isinstance(answer, list) else [answer]):
+            if not isinstance(message, dict):
+                raise AnswerInvalid(f"{self.name} /generate: not understood: {message!r:.100}")
+            take({**message, "index": index})
 
-        The connection is used once: two seconds after a bad request SGLang closes the one that
-        it came on, whatever runs there.
-        """
+    async def stream(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
+        """As `generate`, with a body that asks for a stream. The connection is used once: two
+        seconds after a bad request SGLang closes the one that it came on, whatever runs there."""
         limit = aiohttp.ClientTimeout(total=timeout_s)
         self._check_fence("/generate")
         try:

@@ -94,13 +94,14 @@ class Router:
         changes: Changes,
         events: EventSink,
         engine_timeout_s: float,
+        interval_tokens: int,
         stops: Mapping[str, Collection[int]],
         gateway: Gateway | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._changes, self._events = pool, changes, events
-        self._engine_timeout_s, self._stops, self._clock = engine_timeout_s, stops, clock
-        self._gateway = gateway
+        self._engine_timeout_s, self._interval_tokens = engine_timeout_s, interval_tokens
+        self._stops, self._gateway, self._clock = stops, gateway, clock
         self.wasted_tokens = 0
         """Received from engines and thrown away."""
         self.continued_tokens = 0
@@ -148,7 +149,7 @@ class Router:
 
     async def _attempt(self, engine: Way, work: Work, legs: Sequence[Leg], end: float) -> None:
         """Have one engine carry on with what is missing. Raises RequestRejected."""
-        body = request_body(work.request, work.drafts, work.missing)
+        body = request_body(work.request, work.drafts, work.missing, self._interval_tokens)
         try:
             await self._ask(engine, body, legs, end)
         except EngineRefused as e:
@@ -205,7 +206,7 @@ class Router:
                 engine.made_progress()
 
         limit_s = max(0.001, min(self._engine_timeout_s, end - self._clock()))
-        answer = asyncio.create_task(engine.client.stream(body, take, limit_s))
+        answer = asyncio.create_task(engine.client.generate(body, take, limit_s))
         gone = asyncio.create_task(engine.gone.wait())
         engine.begin(len(legs))
         try:

@@ -118,6 +118,7 @@ class ServingService:
             self._changes,
             events,
             rollout.request_timeout_s,
+            rollout.stream_interval_tokens,
             {g.name: stop_tokens(launcher.model_path(g)) for g in self._groups},
             self.gateway,
         )

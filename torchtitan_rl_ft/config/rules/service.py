@@ -21,6 +21,7 @@ def serving(job: Job) -> Iterator[str]:
         "install_timeout_s",
         "publish_buffer_mb",
         "max_concurrent_groups",
+        "stream_interval_tokens",
     )
     yield from job.not_negative("rollout", "engines", "engine_max_restarts", "temperature")
     if not 0 < rollout.top_p <= 1:
