@@ -32,13 +32,13 @@ NAME = "gateway"
 STARTS = 5
 STARTS_WINDOW_S = 60.0
 START_LIMIT_S = 30.0
-CALL_LIMIT_S = 2.0
+CALL_LIMIT_S = 1.5
 SETTLE_S = 0.02
 """The gateway lists what it was told some milliseconds later."""
 
 SETTLE_ROUNDS = 25
 RETRY_S = 0.25
-AUDIT_S = 2.0
+AUDIT_S = 1.0
 """How often the list is compared when nothing has changed here."""
 
 SILENT_CALLS = 3

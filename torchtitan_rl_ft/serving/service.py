@@ -134,7 +134,7 @@ class ServingService:
             lambda: pool.serving(shared.version),
             program,
         )
-        shared.deregistration.hooks.append(gateway.forget)
+        pool.on_deregister(gateway.forget)
         return gateway
 
     # Life -----------------------------------------------------------------------------------
