@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import AsyncMock, patch
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from aiohttp import web
@@ -28,15 +29,21 @@ from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.roles import rollout, serving
+from torchtitan_rl_ft.rollout.dumps import load_dump
 from torchtitan_rl_ft.rpc import server as rpc_server
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 from torchtitan_rl_ft.serving.service import ServingService
+from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
 
 pytestmark = pytest.mark.timeout(180)
 
 STEPS = 8
 GROUPS_PER_STEP = 4  # as in rl_ft_debug.toml
 SAMPLES_PER_PROMPT = 4
+DUMPS = (
+    *("--rollout.save_debug_rollout_data", "rollouts/{rollout_id}.safetensors"),
+    *("--rollout.save_debug_train_data", "trained/{rollout_id}.safetensors"),
+)
 ENGINES = ("engine-0", "engine-1")
 ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
 METRICS = (
@@ -95,7 +102,7 @@ def routes(tmp_path_factory) -> dict[str, list[tuple[str, str]]]:
 def done(tmp_path_factory, routes) -> Iterator[Done]:
     path = tmp_path_factory.mktemp("main-job") / "run"
     with Job(path) as job:
-        job.start("--training.steps", str(STEPS))
+        job.start("--training.steps", str(STEPS), *DUMPS)
         job.wait_step(2)
         live = look(job, routes)
         yield Done(job, job.end(), live)
@@ -273,6 +280,35 @@ def test_engines_prove_every_version_before_they_serve_it(done):
     assert set().union(*held.values()) == set(published)
     for versions in held.values():
         assert versions == sorted(set(versions))
+
+
+@pytest.mark.row("J3")
+def test_dumps_are_bitwise_what_was_live(done):
+    seals = {e.step: e.data["digest"] for e in done.job.events(Kind.SEAL)}
+    with Journal.open(done.job.folder.journal, events=EventList()) as journal:
+        freed = journal.freed_through
+        live = {
+            s: journal.batch_bytes(journal.plan[s].batch_id) for s in range(freed + 1, STEPS + 1)
+        }
+    assert live
+    for step in range(1, STEPS + 1):
+        dump = load_dump(done.job.folder.path / "rollouts" / f"{step}.safetensors")
+        assert dump.digest == seals[step]
+        assert live.get(step, dump.batch.to_bytes()) == dump.batch.to_bytes()
+
+
+@pytest.mark.row("J3")
+def test_every_train_record_has_its_rollout_twin(done):
+    """Two groups and two engines took part; the policy of the trainer is the engines'."""
+    for step in range(1, STEPS + 1):
+        twin = load_dump(done.job.folder.path / "rollouts" / f"{step}.safetensors")
+        record = load_train_dump(done.job.folder.path / "trained" / f"{step}.safetensors")
+        assert record.batch_digest == twin.digest
+        assert record.arrays["index"].tolist() == [s.index for s in twin.samples()]
+        trained = twin.batch.arrays["loss_mask"] > 0
+        gap = record.arrays["policy_logprobs"] - twin.batch.arrays["logprobs"]
+        assert np.abs(gap[trained]).max() < 1e-3
+        assert np.abs(record.arrays["ratio"][trained] - 1).max() < 1e-3
 
 
 # Who may ask --------------------------------------------------------------------------------
