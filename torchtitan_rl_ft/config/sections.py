@@ -265,16 +265,19 @@ class RolloutSection:
     dumps."""
 
     save_debug_rollout_data: str = ""
-    """Template of dump files, with {rollout_id}."""
+    """Template of dump files of the samples that are sealed, with {rollout_id}. Relative: in the
+    run folder."""
 
     load_debug_rollout_data: str = ""
-    """Template of dump files to train from instead of generating (implies train_only)."""
+    """Template of dump files to train from instead of generating (implies train_only). Relative:
+    in the run folder."""
 
     load_debug_rollout_data_subsample: float = 1.0
     """Share of the prompt groups of each dump that is used; groups stay whole."""
 
     save_debug_train_data: str = ""
-    """Template of dump files of what was trained, with {rollout_id}."""
+    """Template of dump files of what was trained, with {rollout_id}. Relative: in the run
+    folder."""
 
     # Engines ----------------------------------------------------------------------------
     engines: int = 2

@@ -111,7 +111,7 @@ class LiveReporter:
     def _panel(self, view: RunView) -> Group:
         now_s = self._clock()
         head = Table.grid(padding=(0, 2))
-        unit, done = ("step", view.step) if view.groups else ("rollout", view.dumps)
+        unit, done = ("step", view.step) if view.groups else ("rollout", len(view.dumped))
         head.add_row(
             Text(f"{unit} {done}/{view.total_steps}", style="bold"),
             ProgressBar(total=max(1, view.total_steps), completed=done, width=40),
@@ -154,10 +154,11 @@ class ProgressConsole:
         """The notices and the steps that are new."""
         notices, steps = [], []
         for line in self._events.read():
+            known = len(self._view.dumped)  # a restarted role tells of its dumps again
             self._view.add_event(line)
             if (text := notice(line)) is not None:
                 notices.append(text)
-            if line.get("kind") == Kind.DUMP and not self._view.groups:
+            if not self._view.groups and len(self._view.dumped) > known:
                 steps.append(dump_line(line, self._view.total_steps))
         for row in self._metrics.read():
             self._view.add_metrics(row)

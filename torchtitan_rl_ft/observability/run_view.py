@@ -34,7 +34,7 @@ class RunView:
     step: int = 0
     commits: int = 0  # in this life of the run
     batches_sealed: int = 0
-    dumps: int = 0
+    dumped: set[int] = field(default_factory=set)  # steps
     version: int | None = None
     work_begun: bool = False
     faults: int = 0
@@ -66,7 +66,7 @@ class RunView:
         elif kind == Kind.SEAL:
             self.batches_sealed += 1
         elif kind == Kind.DUMP:
-            self.dumps += 1
+            self.dumped.add(int(line.get("step", 0)))
         elif kind in (Kind.QUORUM, Kind.BEGIN):
             self.work_begun = True
         elif kind in (Kind.PUBLISH, Kind.INSTALL) and line.get("version") is not None:
@@ -91,7 +91,8 @@ class RunView:
             return
         self.started_mono_s, self.outcome = mono_s, None
         self.processes, self.engine_states, self.engines_proved = {}, {}, set()
-        self.work_begun, self.batches_sealed, self.commits, self.dumps = False, 0, 0, 0
+        self.work_begun, self.batches_sealed, self.commits = False, 0, 0
+        self.dumped = set()
 
     def _exit(self, line: Mapping[str, Any], subject: str) -> None:
         process = self.processes.setdefault(subject, Process())
@@ -125,7 +126,7 @@ class RunView:
     @property
     def under_way(self) -> bool:
         """The first step is committed, or rolled out where nobody trains."""
-        return self.commits > 0 or (not self.groups and self.dumps > 0)
+        return self.commits > 0 or (not self.groups and bool(self.dumped))
 
     def phase(self) -> str:
         """What the run is waiting for before its first step; afterwards what it does."""

@@ -65,9 +65,8 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
         if not role.alive():
             folder.unregister(role.name)
     _make_model(resolved)
-    if debug_mode(resolved.sections.rollout) is not DebugMode.NONE:
-        folder.remove_scratch()
-        _check_dumps(resolved)
+    folder.remove_scratch()
+    _check_dumps(resolved)
     resolved.write(folder)
     return decision.start
 

@@ -88,32 +88,34 @@ class DumpWriter:
                         raise
                     self._events.emit(Kind.WARN, cause=f"no dump of step {step}: {e}", step=step)
                 else:
-                    if told is not None:
-                        self._events.emit(Kind.DUMP, step=step, **told)
+                    self._events.emit(Kind.DUMP, step=step, **told)
                 self._writing = False
                 self._on_written()
 
-    def _write(self, step: int) -> dict[str, Any] | None:
-        """What the event says; None when the dump was there already."""
+    def _write(self, step: int) -> dict[str, Any]:
+        """Write the dump unless it is there; what the event says."""
         path, ref = self._settings.path(step), self._journal.plan[step]
-        try:
-            if check_dump(path, step, self._settings.model) == ref.digest:
-                return None
-        except DumpInvalid:
-            pass  # not there yet, or of another run
-        dump = make_dump(
-            step,
-            self._journal.batch_bytes(ref.batch_id),
-            self._journal.prompts(ref.batch_id),
-            self._tokenizer,
-            self._settings.model,
-            self._settings.run_seed,
-        )
-        save_dump(path, dump)
+        if not self._is_there(path, step, ref.digest):
+            dump = make_dump(
+                step,
+                self._journal.batch_bytes(ref.batch_id),
+                self._journal.prompts(ref.batch_id),
+                self._tokenizer,
+                self._settings.model,
+                self._settings.run_seed,
+            )
+            save_dump(path, dump)
+        meta, samples, tokens = self._journal.batch_info(ref.batch_id)
         return {
             "path": str(path),
-            "samples": dump.batch.n_samples,
-            "tokens": dump.batch.n_tokens,
+            "samples": samples,
+            "tokens": tokens,
             "digest": ref.digest,
-            "reward": dump.batch.meta.get("reward/mean"),
+            "reward": meta.get("reward/mean"),
         }
+
+    def _is_there(self, path: Path, step: int, digest: str) -> bool:
+        try:
+            return check_dump(path, step, self._settings.model) == digest
+        except DumpInvalid:  # not there yet, or of another run
+            return False
