@@ -26,6 +26,7 @@ from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
 from torchtitan_rl_ft.serving.gateway import Gateway, GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
+from torchtitan_rl_ft.serving.held_versions import highest_held
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
@@ -156,7 +157,16 @@ class ServingService:
         ]
         if self.gateway is not None:
             self._gateway_runs = [asyncio.create_task(self.gateway.run())]
-        self.pool.open(await self._inherit())
+        adopted = await self._inherit()
+        await self._number_above(await highest_held(self._shared.http, adopted.values()))
+        self.pool.open(adopted)
+
+    async def _number_above(self, held: int) -> None:
+        """No version is given out twice, also when the file of versions was lost."""
+        if held >= self._versions.next:
+            cause = f"an adopted engine holds version {held}, unknown here: numbers go on above it"
+            self._events.emit(Kind.WARN, cause=cause, version=held)
+            await asyncio.to_thread(self._versions.raise_to, held + 1)
 
     async def _inherit(self) -> dict[int, EngineRecord]:
         """Living engines that fit, by slot. The others are ended."""

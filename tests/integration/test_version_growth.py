@@ -1,0 +1,163 @@
+"""Policy versions only grow, whatever dies. Fake engines, real serving roles."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from conftest import ServingRole, fake_engine_program, start_serving
+
+from torchtitan_rl_ft.chaos import faults
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.serving.engine_process import end_recorded
+from torchtitan_rl_ft.serving.engine_records import EngineRecords
+
+ACTIONS = 30
+
+
+class Serving:
+    """One serving role after the other in a run folder, and what was seen of their versions."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._folder = folder
+        self._settings = {
+            "engine_python": fake_engine_program(folder),
+            "engine_max_restarts": 100,
+            "engine_start_timeout_s": 20.0,
+            "install_timeout_s": 5.0,
+            "cleanup_timeout": 5.0,
+            **settings,
+        }
+        self.role = start_serving(folder, **self._settings)
+        self.pool: list[int] = []
+        self.engines: dict[int, list[int]] = defaultdict(list)  # by pid
+
+    def look(self) -> None:
+        """Note the version of the pool, and what each engine itself says it holds."""
+        status = self.role.status()
+        self.pool.append(status["version"])
+        for engine in status["engines"]:
+            if engine["pid"] is None or engine["state"] in ("starting", "retired"):
+                continue
+            try:
+                info = httpx.get(engine["url"] + "/model_info", timeout=1.0).json()
+            except (httpx.HTTPError, ValueError):
+                continue
+            if (version := info["weight_version"]).isdigit():
+                self.engines[engine["pid"]].append(int(version))
+
+    def process(self, slot: int) -> ProcessId | None:
+        engine = self.role.engines()[slot]
+        return ProcessId(engine["pid"], engine["start_time"]) if engine["pid"] else None
+
+    def crash(self) -> None:
+        self.role.process.kill()
+        self.role.process.wait(10)
+        self.role.client.close()
+
+    def restart(self) -> None:
+        self.role = start_serving(self._folder, **self._settings)
+
+    def close(self) -> None:
+        if self.role.process.poll() is None:
+            self.role.process.send_signal(signal.SIGTERM)
+            self.role.process.wait(20)
+        self.role.client.close()
+        sessions = self._folder / "state" / "torchtitan_rl_ft" / "sessions"
+        for records in sessions.glob("*/engines.json"):
+            for record in EngineRecords(records).read():
+                asyncio.run(end_recorded(record, time.monotonic() + 5))
+
+
+@contextmanager
+def serving_in(folder: Path, **settings: Any) -> Iterator[Serving]:
+    serving = Serving(folder, **settings)
+    try:
+        yield serving
+    finally:
+        serving.close()
+
+
+@pytest.mark.row("D2")
+@pytest.mark.timeout(180)
+def test_thirty_deaths_and_not_one_version_back(tmp_path: Path) -> None:
+    """Engines, the serving role and the trainer (whose successor goes on from an older state) die
+    in a random order, also while the last death is not over."""
+    rnd = random.Random(7)
+    with serving_in(tmp_path, engines=3) as serving:
+        serving.role.until(lambda: "starting" not in serving.role.states())
+        step, published, done = 0, [serving.role.publish(0)["version"]], set()
+        for _ in range(ACTIONS):
+            action = rnd.choice(["engine", "engine", "serving", "publish", "publish", "rewind"])
+            done.add(action)
+            if action == "engine" and (victim := serving.process(rnd.randrange(3))) is not None:
+                faults.kill(victim)
+            elif action == "serving":
+                serving.crash()
+                serving.restart()
+            elif action in ("publish", "rewind"):
+                step = step + 1 if action == "publish" else max(0, step - 2)
+                before = serving.role.status()["version"]
+                version = publish(serving.role, step)
+                assert version in (before, before + 1)
+                published.append(version)
+            serving.look()
+            time.sleep(rnd.choice([0.0, 0.1, 0.3]))
+        serving.role.until(lambda: "starting" not in serving.role.states())
+        last = publish(serving.role, step + 1)
+        assert last == max(published) + 1
+        serving.role.until_served(last)
+        serving.look()
+        assert serving.pool == sorted(serving.pool)
+        assert published == sorted(published)
+        assert len(serving.engines) > 3 and len(done) == 4
+        for held in serving.engines.values():
+            assert held == sorted(held)
+        installed: dict[int, list[int]] = defaultdict(list)
+        for event in serving.role.events("install"):
+            installed[event["data"]["slot"]].append(event["version"])
+        assert all(versions == sorted(versions) for versions in installed.values())
+        assert {v for s in serving.role.generate("end") for v in s["versions"]} == {last}
+
+
+def publish(role: ServingRole, step: int) -> int:
+    return role.publish(step, wait="none", scale=1 + step / 50)["version"]
+
+
+@pytest.mark.row("D2")
+@pytest.mark.row("D3")
+def test_numbers_go_on_above_what_engines_hold_when_their_file_is_lost(tmp_path: Path) -> None:
+    """Engines at {2, 3} and one without a number: the next version is 4."""
+    with serving_in(tmp_path, engines=3) as serving:
+        role = serving.role
+        role.until(lambda: "starting" not in role.states())
+        assert role.publish(0)["version"] == 1
+        assert role.publish(1, scale=1.1)["version"] == 2
+        fault(role, 0, sync_s=30)
+        fault(role, 2, no_version=True)
+        late = threading.Thread(target=role.publish, args=(2,), kwargs={"wait": "first"})
+        late.start()
+        role.until(lambda: role.engines()[1]["version"] == 3)
+        late.join(10)
+        serving.crash()
+        (tmp_path / "weights" / "versions.json").unlink()
+        serving.restart()
+        role = serving.role
+        [warning] = [e for e in role.events("warn") if "numbers go on above it" in e["cause"]]
+        assert "an adopted engine holds version 3, unknown here" in warning["cause"]
+        assert role.status()["version"] == 0  # nobody knows what 3 was
+        assert role.publish(3, wait="first", scale=1.3)["version"] == 4
+
+
+def fault(role: ServingRole, slot: int, **given: Any) -> None:
+    httpx.post(role.engines()[slot]["url"] + "/fault", json=given)
