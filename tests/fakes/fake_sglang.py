@@ -29,6 +29,7 @@ Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG
     reject=[ids]      400 on that prompt
     poison=[ids]      the server kills itself on that prompt
     drop_task=N       every N-th request fails with 500
+    break_streams     running answers break off
     die_at_start      exit code 3 before anything is served
     orphan            the worker survives the server, in a session of its own
     ignore_abort      requests that are to be aborted go on
@@ -279,6 +280,8 @@ class FakeEngine:
             weights = self.cached if cache in (None, self.cached) else f"{cache}+{self.cached}"
             key = (prompt + output.ids, weights, seed)
             token, logprob = await self._next(key, parameters, stops)
+            if self.faults.get("break_streams"):
+                raise ConnectionResetError("break_streams")
             output.add(token, logprob, self.version)
             if last:
                 finish = ABORTED

@@ -300,12 +300,16 @@ async def test_publishing_keeps_running_requests(tmp_path: Path, model: Path, mo
     async with open_pool(tmp_path, model, faults={0: start, 1: start}, pause_mode=mode) as pool:
         await pool.publish(0)
         sampling = {"max_new_tokens": 20, "ignore_eos": True}
-        groups = [asyncio.create_task(pool.generate(f"g{i}", sampling=sampling)) for i in range(8)]
+        asked = [
+            asyncio.create_task(pool.generate(f"r{i}", n=1, sampling=sampling)) for i in range(16)
+        ]
         await asyncio.sleep(0.25)
         assert (await pool.publish(1, scale=1.1)) == (2, [0, 1])
-        samples = [s for g in await asyncio.gather(*groups) for s in g]
+        samples = [s for answer in await asyncio.gather(*asked) for s in answer]
         assert len(samples) == 16
         assert {s.finish_reason for s in samples} == {"length"}
+        for slot in (0, 1):  # listed all the time
+            assert pool.moves(slot) == ["stale", *["installing", "serving", "stale"] * 2][:-1]
         assert all(len(s.output_ids) == 20 for s in samples)
         assert all((s.min_version, s.max_version) == (1, 2) for s in samples)
         assert all(s.versions == sorted(s.versions) for s in samples)
@@ -313,7 +317,7 @@ async def test_publishing_keeps_running_requests(tmp_path: Path, model: Path, mo
         assert status["wasted_tokens"] == 0
         moves = pool.seen("move")
         if mode == "abort":
-            assert sorted(m["request"] for m in moves) == [f"g{i}" for i in range(8)]
+            assert sorted(m["request"] for m in moves) == sorted(f"r{i}" for i in range(16))
             assert status["continued_tokens"] == sum(m["tokens"] for m in moves) > 16
             assert status["continued_tokens"] == sum(s.versions.count(1) for s in samples)
         else:
