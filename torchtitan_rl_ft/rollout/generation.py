@@ -200,6 +200,8 @@ def _checked(sample: Mapping[str, Any]) -> Generated:
         highest = sample["max_version"]
     except (KeyError, TypeError) as e:
         raise GenerationFailed(f"a sample lacks {e}") from e
+    if versions is None or lowest is None:
+        raise GenerationFailed("a sample is of a frozen group, not of the policy")
     if reason not in FINISHED:
         raise GenerationFailed(f"a sample ended with {reason!r}")
     if not len(ids) == len(logprobs) == len(versions):
@@ -210,6 +212,8 @@ def _checked(sample: Mapping[str, Any]) -> Generated:
         isinstance(v, int) and not isinstance(v, bool) for v in [*versions, lowest, highest]
     ):
         raise GenerationFailed("a sample does not name its policy version by number")
+    if min([*versions, lowest]) < 1:
+        raise GenerationFailed("a sample has version 0: versions of the policy count from 1")
     floats = [float("nan") if x is None else float(x) for x in logprobs]
     return Generated([int(i) for i in ids], floats, list(versions), reason, lowest, highest)
 

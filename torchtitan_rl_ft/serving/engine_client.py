@@ -15,6 +15,9 @@ from torchtitan_rl_ft.serving.streaming import DONE, EventSplitter, stream_refus
 Take = Callable[[dict[str, Any]], None]
 """Is given the messages of an answer, in order."""
 
+NOWHERE = "2.2.2.2"
+"""SGLang's FAKE_BOOTSTRAP_HOST: a half answers a request by itself, nothing is transferred."""
+
 PROBE_PREFIX = "probe-"
 """Of the ids of our probes."""
 
@@ -41,8 +44,12 @@ class EngineClient:
     Raises EngineUnreachable, EngineRefused and AnswerInvalid.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, name: str) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, name: str, *, half: bool = False
+    ) -> None:
+        """`half`: a prefill or decode engine, which answers nothing without a room."""
         self._http, self.url, self.name = http, url, name
+        self._half = half
         self._fenced = False
         self.stream_headers = {"Connection": "close"}
 
@@ -117,6 +124,8 @@ class EngineClient:
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "log_metrics": False,
         }
+        if self._half:
+            body |= {"bootstrap_host": NOWHERE, "bootstrap_room": 0}
         answer = await self._json("POST", "/generate", body, timeout_s=timeout_s)
         found = answer.get("meta_info", {}).get("id") if isinstance(answer, dict) else None
         if found != rid:

@@ -15,7 +15,8 @@ from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Duty, Promotion, pro
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
 from torchtitan_rl_ft.serving.external import ExternalSlot
-from torchtitan_rl_ft.serving.groups import SlotPlan, shortage
+from torchtitan_rl_ft.serving.groups import SlotPlan, chosen, shortage
+from torchtitan_rl_ft.serving.pair import Server, pairs
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
@@ -101,6 +102,20 @@ class EnginePool:
         whole = {e.plan.unit for e in ready if e.group.role == "prefill"}
         whole &= {e.plan.unit for e in ready if e.group.role == "decode"}
         return [e for e in ready if e.group.role == "regular" or e.plan.unit in whole]
+
+    def servers(self, name: str) -> list[Server]:
+        """What can answer a request for group `name` now, as that group should. Raises
+        GroupUnknown."""
+        names = {g.name for g in chosen(engine_groups(self._shared.rollout), name)}
+        ready = []
+        for engine in self.engines:
+            target = self._shared.target_for(engine.plan)
+            if target is None or engine.group.name not in names:
+                continue
+            if engine.serves(target.release.version):
+                ready.append(engine)
+        whole = [e for e in ready if e.group.role in ("regular", "frozen")]
+        return [*whole, *pairs(ready)]
 
     def groups(self) -> list[dict[str, Any]]:
         """Each group and how many of its engines hold what they should."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.continuation import can_continue, request_body, settle
@@ -19,6 +20,7 @@ from torchtitan_rl_ft.serving.engine_client import (
 )
 from torchtitan_rl_ft.serving.gateway import Gateway
 from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
+from torchtitan_rl_ft.serving.pair import Server
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
@@ -34,7 +36,7 @@ RETRIED_STATUSES = frozenset({408, 429})
 GATEWAY_RETRY_S = 0.1
 """Before a request that failed is given to the gateway again; doubles."""
 
-Way = Engine | GatewayRoute
+Way = Server | GatewayRoute
 
 
 class EngineGone(Exception):
@@ -44,8 +46,11 @@ class EngineGone(Exception):
 class Candidate(Protocol):
     """What the choice looks at."""
 
-    slot: int
-    in_flight: int
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def in_flight(self) -> int: ...
 
 
 C = TypeVar("C", bound=Candidate)
@@ -171,22 +176,28 @@ class Router:
         work.avoid.add(engine.slot)
 
     async def _pick(self, work: Work, end: float) -> Way | None:
-        """Wait until an engine serves the current version; None at the deadline."""
+        """Wait until an engine of the group holds what it should; None at the deadline. The
+        gateway is in front of all engines of the policy: who names a group is not sent there."""
+        group = work.request.group
+        gateway = self._gateway if group == POLICY else None
 
-        def serving() -> list[Engine]:
+        def through() -> list[Engine]:
             target = self._pool.target
             found = self._pool.serving(target.release.version) if target is not None else []
-            return found if self._gateway is None else self._gateway.listed_of(found)
+            return gateway.listed_of(found) if gateway is not None else []
 
-        if self._gateway is not None and work.failures:
+        def serving() -> Sequence[Server]:
+            return self._pool.servers(group) if gateway is None else through()
+
+        if gateway is not None and work.failures:
             # It may choose the same engine again: until it is told that the engine is gone.
             delay_s = GATEWAY_RETRY_S * 2.0 ** (work.failures - 1)
             await asyncio.sleep(max(0.0, min(delay_s, end - self._clock())))
         await self._changes.wait_until(lambda: bool(serving()), end - self._clock())
         if self._clock() >= end:
             return None
-        if self._gateway is not None:
-            return self._gateway.route(serving())
+        if gateway is not None:
+            return gateway.route(through())
         return choose(serving(), work.avoid)
 
     async def _ask(

@@ -14,7 +14,7 @@ from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
-from torchtitan_rl_ft.serving.samples import Sample
+from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
 from torchtitan_rl_ft.serving.service import PublishLate, PublishRefused, ServingService
 
 MAX_LONG_POLL_S = 30.0
@@ -147,7 +147,8 @@ class Answer:
             return True
         if self._task.cancelled() or self._task.exception() is not None:
             return False
-        return all(s.max_version == version for s in self._task.result())
+        current = (version, FROZEN_VERSION)
+        return all(s.max_version in current for s in self._task.result())
 
     async def join(self, request: web.Request) -> list[Sample]:
         self._waiting += 1

@@ -8,6 +8,9 @@ from typing import Any
 
 ABORTED = "abort"
 
+FROZEN_VERSION = 0
+"""Of what frozen engines hold: no version of the policy, which count from 1."""
+
 
 class AnswerInvalid(Exception):
     """An engine's answer lacks what a sample needs; it is not used."""
@@ -16,7 +19,8 @@ class AnswerInvalid(Exception):
 @dataclass(frozen=True)
 class Sample:
     """One answer. `logprobs` and `versions` are per output token; a sample may span versions.
-    `engine` is the one that finished it."""
+    `engine` is the one that finished it. A sample of a frozen group has version 0 throughout,
+    which is none of the policy's."""
 
     output_ids: list[int]
     logprobs: list[float]
@@ -27,7 +31,11 @@ class Sample:
     max_version: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Without versions when it is not the policy's: nobody can train on it by mistake."""
+        shown = asdict(self)
+        if self.max_version == FROZEN_VERSION:
+            shown |= {"versions": None, "min_version": None, "max_version": None}
+        return shown
 
 
 @dataclass
@@ -74,7 +82,8 @@ class Leg:
     """
 
     def __init__(self, draft: Draft, engine: str, version: int) -> None:
-        """`version` is the one that the engine serves: it answers with no older one."""
+        """`version` is the one that the engine serves: it answers with no older one. A frozen
+        engine answers with none."""
         self.draft, self.engine = draft, engine
         self._start = len(draft.output_ids)
         self._oldest = self._newest = version
@@ -157,6 +166,10 @@ class Leg:
         return versions
 
     def _version(self, text: Any) -> int:
+        if self._oldest == FROZEN_VERSION:
+            if not isinstance(text, str) or text.isdigit():
+                raise AnswerInvalid(f"{self.engine} is frozen and answers with version {text!r}")
+            return FROZEN_VERSION
         if not isinstance(text, str) or not text.isdigit():
             raise AnswerInvalid(
                 f"{self.engine}: weight version {text!r} is none that was published"

@@ -32,7 +32,7 @@ from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
 from torchtitan_rl_ft.serving.router import Router
-from torchtitan_rl_ft.serving.samples import Sample
+from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.verdict import Limits
 from torchtitan_rl_ft.serving.versions import VersionStore
@@ -46,9 +46,6 @@ from torchtitan_rl_ft.weights.proof import Proof, derive_proof, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
-
-FROZEN_VERSION = 0
-"""Of what frozen engines hold: no version of the policy, which count from 1."""
 
 
 class PublishRefused(Exception):

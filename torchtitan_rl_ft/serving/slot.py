@@ -220,7 +220,8 @@ class Slot:
         raise OSError("all free ports are still registered for retired engines")
 
     def _engine(self, process: EngineProcess) -> Engine:
-        client = EngineClient(self._shared.http, process.url, self.name)
+        half = self.plan.group.role in ("prefill", "decode")
+        client = EngineClient(self._shared.http, process.url, self.name, half=half)
         engine = Engine(self.plan, process, client, self._shared.events, self._shared.changes)
         engine.duty, engine.joins = self._duty, self._lost
         return engine
