@@ -58,7 +58,8 @@ class TcpProxy:
         self._connections.add(task)
         self.accepted += 1
         try:
-            await self._serve(reader, writer)
+            with contextlib.suppress(asyncio.CancelledError):  # by `close`; asyncio would log it
+                await self._serve(reader, writer)
         finally:
             self._connections.discard(task)
             writer.close()

@@ -67,7 +67,7 @@ class Targets:
         if found is None:
             return None
         if part in WORKER_TITLES:
-            worker = _titled(process.descendants(found), WORKER_TITLES[part])
+            worker = titled(process.descendants(found), WORKER_TITLES[part])
             return Victim(name, worker, False, listed) if worker is not None else None
         whole_tree = not part and base.startswith(("engine-", "trainer-"))
         return Victim(name, found, whole_tree, listed)
@@ -93,7 +93,7 @@ class Targets:
         return found if found is not None and found.alive() else None
 
 
-def _titled(processes: Iterable[ProcessId], title: str) -> ProcessId | None:
+def titled(processes: Iterable[ProcessId], title: str) -> ProcessId | None:
     for found in sorted(processes, key=lambda p: p.pid):
         try:
             command = " ".join(psutil.Process(found.pid).cmdline())

@@ -27,8 +27,9 @@ from torchtitan_rl_ft.serving.verdict import (
 REFUSED_DELAY_S = 5.0
 """A probe that is refused is repeated no later: silence needs patience, a refusal does not."""
 
-FIGURES_LIMIT_S = 0.5
-"""For an engine's own figures, beside a check and once at its end."""
+LONGEST_FIGURES_S = 5.0
+"""For an engine's own figures, asked for half-way through a check and, if they came, at its end: at
+most half the timeout, so that a server that is held up for a moment can answer."""
 
 
 class Prober:
@@ -188,8 +189,9 @@ class _Check:
         return verdict
 
     async def _figures(self) -> Figures | None:
+        limit_s = min(LONGEST_FIGURES_S, self._limits.timeout_s / 2)
         try:
-            published_s, prefilled = await self._engine.client.load_figures(FIGURES_LIMIT_S)
+            published_s, prefilled = await self._engine.client.load_figures(limit_s)
         except (EngineUnreachable, EngineRefused, AnswerInvalid):
             return None
         return Figures(published_s, prefilled, self._engine.process.scheduler_cpu_s())
