@@ -341,7 +341,7 @@ async def test_a_slow_probe_makes_a_suspect_that_tokens_clear(tmp_path: Path, mo
         model,
         engines=1,
         faults={0: [{"slow_probe": 4.0}]},
-        **health(1.5, 0.3, 1.2, health_check_failure_threshold=3),
+        **health(1.5, 0.3, 3.0, health_check_failure_threshold=3),
     ) as pool:
         await pool.publish(0)
         await asyncio.sleep(1.2)
@@ -349,7 +349,7 @@ async def test_a_slow_probe_makes_a_suspect_that_tokens_clear(tmp_path: Path, mo
         await pool.fault(0, slow_probe=0)
         await asyncio.sleep(1.0)
         assert "suspect" not in pool.moves(0)
-        await pool.fault(0, slow_probe=4.0, token_s=0.7)
+        await pool.fault(0, slow_probe=4.0, token_s=1.0)
         answer = asyncio.create_task(pool.generate(n=1, sampling={"max_new_tokens": 2}))
         await pool.until(lambda: "suspect" in pool.moves(0))
         assert len(await answer) == 1
