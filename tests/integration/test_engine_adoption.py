@@ -109,6 +109,7 @@ def calls(engine: dict[str, Any]) -> list[str]:
 
 @pytest.mark.row("D1")
 @pytest.mark.row("D2")
+@pytest.mark.row("D9")
 def test_engines_outlive_a_killed_role_and_serve_under_the_next_one(tmp_path: Path) -> None:
     """Same processes, no load; the version stays and goes on growing; then an orderly end."""
     with run_in(tmp_path) as run:

@@ -8,8 +8,6 @@ that finds it ended gets a new one.
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,8 +16,8 @@ from pathlib import Path
 import pytest
 from job_run import Job
 
+from torchtitan_rl_ft.chaos import faults
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import ProcessId
 
@@ -147,8 +145,7 @@ def changed(job: Job, before: dict[str, ProcessId]) -> set[str]:
 )
 def test_killed_role_is_restarted_alone(job, victim, restarted, longest_stall_s):
     before, killed_mono_s = lives(job), time.monotonic()
-    for member in {before[victim], *engine_tree(before[victim], victim)}:
-        process.kill(member)
+    faults.kill(before[victim], whole_tree=victim in ENGINES)
     job.wait_for(lambda: changed(job, before) == restarted, f"{restarted} to be started", 60)
     for name in restarted:
         job.wait_for(lambda n=name: back(job, n, killed_mono_s), f"{name} to be back", 90)
@@ -161,20 +158,13 @@ def test_killed_role_is_restarted_alone(job, victim, restarted, longest_stall_s)
     assert stall < longest_stall_s
 
 
-def engine_tree(root: ProcessId, name: str) -> list[ProcessId]:
-    return process.descendants(root) if name in ENGINES else []
-
-
 def test_stopped_trainer_comes_back(job):
     """The others go on without it; it takes their state when it wakes, or a new process does."""
     before, stopped_mono_s = lives(job), time.monotonic()
-    os.kill(before["trainer-0"].pid, signal.SIGSTOP)
-    try:
+    with faults.stopped(before["trainer-0"]):
         time.sleep(8.0)
         go_on(job)
         assert groups(job) == 1
-    finally:
-        process.kill(before["trainer-0"], signal.SIGCONT)
     job.wait_for(lambda: groups(job) == 2, "both groups", 60)
     go_on(job)
     assert changed(job, before) <= {"trainer-0"}

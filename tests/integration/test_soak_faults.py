@@ -6,14 +6,13 @@ After each fault the history is audited; at the end the job is interrupted, resu
 from __future__ import annotations
 
 import random
-import signal
 import time
 
 import pytest
 from job_run import Job
 from test_main_job_faults import check_history, go_on, settle
 
-from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.chaos import faults
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
@@ -44,12 +43,11 @@ def strike(job: Job, names: tuple[str, ...], rnd: random.Random) -> None:
     """SIGKILL, or now and then a freeze of some seconds when one process is meant."""
     victims = [job.process_of(name) for name in names]
     if len(names) == 1 and names[0].startswith("trainer") and rnd.random() < 0.2:
-        process.kill(victims[0], signal.SIGSTOP)
-        time.sleep(rnd.uniform(3, 9))
-        process.kill(victims[0], signal.SIGCONT)
+        with faults.stopped(victims[0]):
+            time.sleep(rnd.uniform(3, 9))
         return
     for victim in victims:
-        process.kill(victim)
+        faults.kill(victim, whole_tree=False)
 
 
 @pytest.mark.parametrize(

@@ -182,9 +182,14 @@ class ServingService:
         """Have the engines of a frozen group show their checkpoint. It may take as long to read
         as they take to start. Raises PoolFailed."""
         path, layout = self._launcher.model_path(group), self._launcher.layout(group)
+        limit_s = self._rollout.engine_start_timeout_s
         try:
-            manifest = await asyncio.to_thread(checkpoint_manifest, path)
-            proof = await asyncio.to_thread(derive_proof, path, manifest, layout)
+            async with asyncio.timeout(limit_s):
+                manifest = await asyncio.to_thread(checkpoint_manifest, path)
+                proof = await asyncio.to_thread(derive_proof, path, manifest, layout)
+        except TimeoutError:
+            reason = f"group {group.name}: {path} was not read within {limit_s:g} s"
+            raise PoolFailed(f"{reason} (rollout.engine_start_timeout_s)", never_up=True) from None
         except (WeightsInvalid, OSError, ValueError) as e:
             raise PoolFailed(f"group {group.name}: {e}", never_up=True) from e
         own = Release(FROZEN_VERSION, 0, "", str(path), manifest.digest)
