@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import httpx
@@ -22,15 +25,17 @@ from policies import tiny_model, token_of, write_policy
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.footprint import IPC_PREFIXES, SHM
+from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.rpc.client import RoleRefused
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
-from torchtitan_rl_ft.serving.continuation import request_body
+from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.requests import GenerateRequest
-from torchtitan_rl_ft.serving.samples import Draft, Leg
+from torchtitan_rl_ft.serving.router import Router
+from torchtitan_rl_ft.serving.samples import Sample
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
 from torchtitan_rl_ft.weights.installer import Installer
-from torchtitan_rl_ft.weights.proof import EngineLayout, make_proofs
+from torchtitan_rl_ft.weights.proof import EngineLayout, Proof, make_proofs
 from torchtitan_rl_ft.weights.transports.base import Release
 from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 
@@ -169,52 +174,76 @@ def without_state(answer: dict) -> dict:
 
 
 @pytest.mark.scenario("L-3")
+@pytest.mark.row("C10")
+@pytest.mark.row("D8")
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 def test_installs_in_each_pause_mode(real_serving: ServingRole, mode: str) -> None:
-    """On one engine, beside the role; a publish afterwards brings it back under the role."""
+    """On one engine, beside the role, with 16 long requests; a publish afterwards brings it back
+    under the role."""
     url = real_serving.engines()[0]["url"]
     start = {"retract": 100, "in_place": 110, "abort": 120}[mode]
 
-    async def run() -> list[tuple[str | None, set[int]]]:
+    async def run() -> tuple[list[Sample], Router]:
         async with aiohttp.ClientSession() as http:
-            engine = EngineClient(http, url, "engine-0")
+            client, told = EngineClient(http, url, "engine-0"), asyncio.Semaphore(0)
+            router = router_of_one(client, start, told.release)
             installer = Installer(DiskTransport(), mode, 20.0)
-            asked = []
-            for i in range(3):
-                path, digest = write_policy(
-                    real_serving.folder.path / mode, real_serving.model, i, scale=1 + i / 50
-                )
-                layout = EngineLayout("float32", 1, cpu_hash)
-                proof = (await asyncio.to_thread(make_proofs, path, [layout]))[1][layout]
-                release = Release(start + i, i, token_of(i), str(path), digest)
-                took = await installer.install(engine, release, proof, None)
+            releases = [await prepared(real_serving, mode, start, i) for i in range(3)]
+            await installer.install(client, *releases[0], None)
+            asked = [asyncio.create_task(router.generate(long(seed))) for seed in range(16)]
+            for release, proof in releases[1:]:
+                for _ in asked:  # each has told something
+                    await told.acquire()
+                took = await installer.install(client, release, proof, None)
                 assert took.paused_s < 10
-                if i == 0:
-                    asked = [asyncio.create_task(sampled(engine, 2)) for _ in range(3)]
-                await asyncio.sleep(0.15)  # a long answer takes longer than both
-            groups = await asyncio.gather(*asked)
-            return [(draft.finish_reason, set(draft.versions)) for g in groups for draft in g]
+            return [s for answer in await asyncio.gather(*asked) for s in answer], router
 
-    answers = asyncio.run(run())
-    assert len(answers) == 6
+    samples, router = asyncio.run(run())
+    assert len(samples) == 16
+    for sample in samples:
+        assert sample.finish_reason == "length"
+        assert len(sample.output_ids) == 480
+        assert sample.versions == sorted(sample.versions)
+        assert len(set(sample.versions)) >= 2
+    assert router.wasted_tokens == 0
     if mode == "abort":
-        assert {reason for reason, _ in answers} == {None}
-        assert all(len(versions) == 1 for _, versions in answers)
+        assert router.continued_tokens >= 16
     else:
-        assert {reason for reason, _ in answers} == {"length"}
-        assert all(len(versions) >= 2 for _, versions in answers)
+        assert router.continued_tokens == 0
     step = {"retract": 4, "in_place": 5, "abort": 6}[mode]
     assert real_serving.publish(step, scale=1.1)["installed"] == [0, 1]
 
 
-async def sampled(engine: EngineClient, n: int) -> list[Draft]:
-    """What one engine streams until it says that it is done."""
-    asked = GenerateRequest("r", [3, 4], n, LONG, None, 60.0)
-    legs = [Leg(Draft(), engine.name, 0) for _ in range(n)]
-    body = request_body(asked, [leg.draft for leg in legs], range(n), 32)
-    await engine.generate(body, lambda m: legs[m.get("index", 0)].take(m), 60.0)
-    assert all(leg.ended for leg in legs)
-    return [leg.draft for leg in legs]
+async def prepared(role: ServingRole, mode: str, start: int, i: int) -> tuple[Release, Proof]:
+    path, digest = write_policy(role.folder.path / mode, role.model, i, scale=1 + i / 50)
+    layout = EngineLayout("float32", 1, cpu_hash)
+    proof = (await asyncio.to_thread(make_proofs, path, [layout]))[1][layout]
+    return Release(start + i, i, token_of(i), str(path), digest), proof
+
+
+def long(seed: int) -> GenerateRequest:
+    return GenerateRequest(f"r{seed}", [3, 4], 1, LONG, [seed], 60.0)
+
+
+def router_of_one(client: EngineClient, version: int, told: Callable[[], None]) -> Router:
+    """A router that knows one engine, which serves whatever happens. `told`: it told tokens."""
+    engine = SimpleNamespace(
+        slot=0,
+        name=client.name,
+        client=client,
+        version=version,
+        group=SimpleNamespace(name="policy"),
+        gone=asyncio.Event(),
+        in_flight=0,
+        begin=lambda samples: None,
+        end=lambda samples: None,
+        made_progress=told,
+    )
+    release = SimpleNamespace(version=version)
+    pool: Any = SimpleNamespace(
+        target=SimpleNamespace(release=release), serving=lambda version: [engine]
+    )
+    return Router(pool, Changes(), EventList(), 60.0, 32, {"policy": set()})
 
 
 @pytest.mark.scenario("O-2")
