@@ -80,6 +80,7 @@ class Gateway:
         self._child: process.Child | None = None
         self._ids: dict[str, str] = {}  # of all on the gateway's list, by URL
         self._ready: set[str] = set()
+        self._added: dict[str, float] = {}  # monotonic time of what is about to be listed
         self._complained: set[str] = set()
         self._silent = self._unsettled = 0
         self.client: GatewayClient | None = None
@@ -174,7 +175,7 @@ class Gateway:
             stopping = False
             reason = process.describe(exited.result()) if exited.done() else keeping.result()
         finally:
-            self.client, self._ids, self._ready = None, {}, set()
+            self.client, self._ids, self._ready, self._added = None, {}, set(), {}
             self._changes.notify()
             keeping.cancel()
             exited.cancel()
@@ -243,7 +244,11 @@ class Gateway:
         if ready != self._ready:
             self._ready = ready
             self._changes.notify()
-        surplus, missing = self._ids.keys() - wanted, wanted - self._ids.keys()
+        now = self._clock()
+        added = self._added.items()
+        self._added = {u: at for u, at in added if u not in self._ids and now - at < RETRY_S}
+        surplus = self._ids.keys() - wanted
+        missing = wanted - self._ids.keys() - self._added.keys()
         tries = [*(self._remove(client, url) for url in surplus)]
         tries += [self._add(client, url) for url in missing]
         if tries and not all(await asyncio.gather(*tries)):
@@ -272,7 +277,11 @@ class Gateway:
         return await self._try("removed", url, client.remove(self._ids[url], CALL_LIMIT_S))
 
     async def _add(self, client: GatewayClient, url: str) -> bool:
-        return await self._try("listed", url, client.add(url, CALL_LIMIT_S))
+        return await self._try("listed", url, self._ask_for(client, url))
+
+    async def _ask_for(self, client: GatewayClient, url: str) -> None:
+        if await client.add(url, CALL_LIMIT_S):
+            self._added[url] = self._clock()
 
     async def _try(self, what: str, url: str, call: Any) -> bool:
         try:

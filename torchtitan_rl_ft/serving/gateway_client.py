@@ -11,6 +11,9 @@ MODEL = "policy"
 """All engines are listed under one name, whatever their model path is."""
 
 
+CONFLICT = 409
+
+
 class GatewayError(Exception):
     """The gateway did not do what it was asked."""
 
@@ -41,9 +44,10 @@ class GatewayClient:
         except (KeyError, TypeError, AttributeError) as e:
             raise GatewayError(f"GET /workers: answer not understood: {answer!r:.200}") from e
 
-    async def add(self, url: str, timeout_s: float) -> None:
-        """Ask for `url` to be listed: it is, some milliseconds later. `runtime` spares the
-        gateway to find out what answers there."""
+    async def add(self, url: str, timeout_s: float) -> bool:
+        """Ask for `url` to be listed: it is, some milliseconds later. False while it still is
+        listed, perhaps on its way out. `runtime` spares the gateway to find out what answers
+        there."""
         worker = {
             "url": url,
             "runtime": "sglang",
@@ -55,8 +59,10 @@ class GatewayClient:
             # runs there: each is used once.
             "http_pool": {"pool_max_idle_per_host": 0},
         }
-        # 409: it is listed, or about to be.
-        await self._ask("POST", "/workers", timeout_s, worker, accepted=(200, 201, 202, 409))
+        answer = await self._ask(
+            "POST", "/workers", timeout_s, worker, accepted=(200, 201, 202, CONFLICT)
+        )
+        return "code" not in answer
 
     async def remove(self, worker_id: str, timeout_s: float) -> None:
         """Requests that it is answering go on."""
