@@ -236,6 +236,14 @@ def test_a_standby_engine_stays_one(tmp_path: Path) -> None:
         second.until(lambda: second.states()[1] == "serving", 5)
         assert pids(second)[1] == before[1]
         assert [e["duty"] for e in second.engines()] == ["standby", "active"]
+        # And the promotion holds after the next crash.
+        second.until(lambda: second.states() == ["standby", "serving"])
+        before = pids(second)
+        crash(second)
+        third = run.start()
+        third.until(lambda: third.states() == ["standby", "serving"])
+        assert pids(third) == before
+        assert calls(third.engines()[0]).count("/update_weights_from_disk") == 0
 
 
 def test_a_stranger_with_a_recorded_pid_is_left_alone(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.run_folder import ProcessId
-from torchtitan_rl_ft.serving.adoption import inherit
+from torchtitan_rl_ft.serving.adoption import inherit, inherited_duties
 from torchtitan_rl_ft.serving.duties import Boundary, Duty, Place, Promotion, promotions
 from torchtitan_rl_ft.serving.engine_records import (
     EngineRecord,
@@ -18,6 +19,7 @@ from torchtitan_rl_ft.serving.engine_records import (
     ProcessRecord,
     RecordsCorrupt,
 )
+from torchtitan_rl_ft.serving.groups import slot_plans
 
 A, S, Q = Duty.ACTIVE, Duty.STANDBY, Duty.QUARANTINED
 
@@ -124,6 +126,25 @@ def test_living_engines_that_fit_are_adopted() -> None:
         2: "it would be started with another command line now",
         7: "there is no such slot any more",
     }
+
+
+@pytest.mark.parametrize(
+    ("adopted", "expected"),
+    [
+        ({}, [A, A, S]),
+        ({0: A, 1: A, 2: S}, [A, A, S]),
+        ({0: A, 1: S, 2: A}, [A, S, A]),  # a promotion is not undone
+        ({0: A, 2: A}, [A, S, A]),  # the lost one stands by
+        ({0: A, 2: S}, [A, A, S]),  # ... unless there is one: that takes over at once
+        ({0: A, 1: A, 2: A}, [A, A, S]),  # counts are as configured
+        ({0: S, 1: S, 2: S}, [A, A, S]),
+    ],
+)
+def test_adopted_engines_keep_their_duties(adopted: dict[int, Duty], expected: list[Duty]) -> None:
+    plans = slot_plans(RolloutSection(engines=2, standby_engines=1))
+    me = ProcessId.current()
+    records = {slot: record(slot, me, duty=str(duty)) for slot, duty in adopted.items()}
+    assert list(inherited_duties(plans, records).values()) == expected
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

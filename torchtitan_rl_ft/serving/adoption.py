@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.groups import SlotPlan
 
 
 @dataclass
@@ -37,3 +39,23 @@ def _objection(record: EngineRecord, fingerprints: Mapping[int, str]) -> str | N
     if record.fingerprint != fingerprints[record.slot]:
         return "it would be started with another command line now"
     return None
+
+
+def inherited_duties(
+    plans: Sequence[SlotPlan], adopted: Mapping[int, EngineRecord]
+) -> dict[int, Duty]:
+    """The duty of each slot: as many active and standby ones in each group as planned. An adopted
+    engine keeps the duty that it had, as far as that goes."""
+    found = {p.slot: p.duty for p in plans}
+    movable = [p for p in plans if p.duty in (Duty.ACTIVE, Duty.STANDBY)]
+
+    def last_to_stand_by(plan: SlotPlan) -> tuple[int, bool, int]:
+        record = adopted.get(plan.slot)
+        had = 1 if record is None else 0 if record.duty == Duty.STANDBY else 2
+        return had, plan.duty is not Duty.STANDBY, plan.slot
+
+    for group in {p.group.name for p in movable}:
+        own = sorted((p for p in movable if p.group.name == group), key=last_to_stand_by)
+        standby = sum(p.duty is Duty.STANDBY for p in own)
+        found |= {p.slot: Duty.STANDBY if i < standby else Duty.ACTIVE for i, p in enumerate(own)}
+    return found

@@ -13,6 +13,7 @@ from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
+from torchtitan_rl_ft.serving.engine_records import EngineRecord
 from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.states import EngineState, StateMachine
 
@@ -134,6 +135,9 @@ class Engine:
     def end(self, samples: int) -> None:
         self.in_flight -= samples
         self._changes.notify()
+
+    def record(self) -> EngineRecord:
+        return self.process.record(self.slot, self.group.name, str(self.duty))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -198,7 +198,7 @@ class EngineProcess:
         remove_files(self.scratch, self.shared_memory)
         return left
 
-    def record(self, slot: int, group: str) -> EngineRecord:
+    def record(self, slot: int, group: str, duty: str) -> EngineRecord:
         return EngineRecord(
             slot=slot,
             url=self.url,
@@ -209,6 +209,7 @@ class EngineProcess:
             shared_memory=frozenset(self.shared_memory),
             group=group,
             bootstrap_port=self.bootstrap_port,
+            duty=duty,
         )
 
 

@@ -36,6 +36,7 @@ class EngineRecord:
     shared_memory: frozenset[Path]
     group: str = "policy"
     bootstrap_port: int | None = None
+    duty: str = "active"
 
     @property
     def main(self) -> ProcessId:
@@ -50,6 +51,7 @@ class EngineRecord:
         return {
             "slot": self.slot,
             "group": self.group,
+            "duty": self.duty,
             "pid": self.main.pid,
             "start_time": self.main.start_time,
             "url": self.url,
@@ -81,6 +83,7 @@ class EngineRecord:
             shared_memory=frozenset(map(Path, given["shared_memory"])),
             group=str(given["group"]),
             bootstrap_port=given["bootstrap_port"],
+            duty=str(given["duty"]),
         )
 
 

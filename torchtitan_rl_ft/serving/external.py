@@ -58,7 +58,7 @@ class Elsewhere(EngineProcess):
     async def end(self, deadline_mono_s: float) -> list[ProcessId]:
         raise AssertionError(f"{self.url} is not ours to end")
 
-    def record(self, slot: int, group: str) -> EngineRecord:
+    def record(self, slot: int, group: str, duty: str) -> EngineRecord:
         raise AssertionError(f"{self.url} is not ours to keep or end")
 
 

@@ -142,8 +142,7 @@ class Life:
             return
 
     async def _record(self) -> None:
-        record = self.engine.process.record(self.engine.slot, self.engine.group.name)
-        await asyncio.to_thread(self._shared.records.put, record)
+        await asyncio.to_thread(self._shared.records.put, self.engine.record())
 
     # End ------------------------------------------------------------------------------------
 

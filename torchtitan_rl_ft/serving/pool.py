@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.serving.adoption import inherited_duties
 from torchtitan_rl_ft.serving.deregistration import Hook
 from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
@@ -44,7 +45,10 @@ class EnginePool:
         has lost one, a new one is started."""
         adopted = adopted or {}
         self._assigning = asyncio.create_task(self._assign_duties())
+        self._assigning.add_done_callback(lambda _: self._shared.changes.notify())
+        duties = inherited_duties(self._shared.plans, adopted)
         for slot in self.slots:
+            slot.assign(duties[slot.index])
             slot.open(adopted.get(slot.index), lost=bool(adopted) and slot.index not in adopted)
 
     async def close(self) -> None:
@@ -65,7 +69,9 @@ class EnginePool:
                 new.assign(Duty.ACTIVE)
                 cause = f"takes the place of {old.name}"
                 self._shared.events.emit(Kind.PROMOTE, cause=cause, subject=new.name)
-            self._shared.changes.notify()
+                self._shared.changes.notify()
+                if new.engine is not None:
+                    await asyncio.to_thread(self._shared.records.put, new.engine.record())
 
     def _promotions(self) -> list[Promotion]:
         return promotions([slot.place for slot in self.slots])
@@ -175,7 +181,11 @@ class EnginePool:
         return self._shortage() is not None or any(self._failures())
 
     def _failures(self) -> Iterator[BaseException]:
-        return (f for f in (slot.failure for slot in self.slots) if f is not None)
+        """Errors of this package's own code."""
+        found = [slot.failure for slot in self.slots]
+        if (task := self._assigning) is not None and task.done() and not task.cancelled():
+            found.append(task.exception())
+        return (f for f in found if f is not None)
 
     def _shortage(self) -> str | None:
         given_up = {s.index for s in self.slots if s.given_up is not None}

@@ -171,8 +171,8 @@ class ServingService:
         fingerprints = {i: self._shared.launcher.fingerprint(i) for i in slots}
         found = inherit(self._records.read(), fingerprints)
         deadline = time.monotonic() + self._rollout.cleanup_timeout
-        for record, reason in found.rejected:
-            pids = await end_recorded(record, deadline)
+        ends = (end_recorded(record, deadline) for record, _ in found.rejected)
+        for (record, reason), pids in zip(found.rejected, await asyncio.gather(*ends), strict=True):
             cause = f"engine {record.slot} of an earlier serving is not taken over: {reason}"
             self._events.emit(Kind.WARN, cause=cause, ended=pids)
         await asyncio.to_thread(self._records.keep, found.adopted.values())

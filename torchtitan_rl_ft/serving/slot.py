@@ -47,7 +47,6 @@ class Slot:
         self.came_up = False
         """An engine has come up here at least once."""
         self._life: Life | None = None
-        self._closing = False
         self._last_log: Path | None = None
         self._last_reason = ""
         self._lost: Boundary | None = None
@@ -67,7 +66,6 @@ class Slot:
 
     async def close(self) -> None:
         """End the engine, whatever it is doing."""
-        self._closing = True
         if self._life is not None:
             self._life.ending = True
         if self._task is not None:
