@@ -3,10 +3,16 @@
 import signal
 import time
 
+import numpy as np
 import pytest
 from trainer_run import TrainerRun
 
+from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
+
 pytestmark = pytest.mark.timeout(240)
+
+
+TRAINED = "trained/{rollout_id}.safetensors"
 
 
 def steps_of(run):
@@ -26,7 +32,7 @@ def assert_groups_equal(run, groups, at_least):
 @pytest.fixture(scope="module")
 def two_groups(tmp_path_factory):
     """A finished run of two groups of one rank: inspected by several tests, yardstick of others."""
-    keys = {"fault_tolerance__min_replica_size": 2}
+    keys = {"fault_tolerance__min_replica_size": 2, "rollout__save_debug_train_data": TRAINED}
     path = tmp_path_factory.mktemp("two_groups") / "run"
     with TrainerRun(path, steps=12, groups=2, **keys) as run:
         run.start_all()
@@ -46,7 +52,7 @@ def test_two_groups_train_each_batch_once_and_stay_bitwise_equal(two_groups):
 
 
 def grad_norms(tmp_path, steps, groups, **keys):
-    keys |= {"fault_tolerance__min_replica_size": groups}
+    keys |= {"fault_tolerance__min_replica_size": groups, "rollout__save_debug_train_data": TRAINED}
     with TrainerRun(tmp_path / "run", steps=steps, groups=groups, **keys) as run:
         run.start_all()
         for g in range(groups):
@@ -55,6 +61,20 @@ def grad_norms(tmp_path, steps, groups, **keys):
         return [m["grad_norm"] for m in run.metrics()]
 
 
+@pytest.mark.row("J3")
+def test_what_was_trained_is_dumped_once_per_committed_step(two_groups):
+    commits = {e["step"]: e["data"] for e in two_groups.events("commit")}
+    for row in two_groups.metrics():
+        dump = trained(two_groups.run.path, row["step"])
+        assert dump.token == commits[row["step"]]["token"]
+        mask = dump.arrays["loss_mask"] > 0
+        assert (dump.arrays["policy_logprobs"][mask] < 0).all()
+        gap = np.abs(dump.arrays["policy_logprobs"] - dump.arrays["behaviour_logprobs"])[mask]
+        assert gap.mean() == pytest.approx(row["logprob_diff/mean"], rel=1e-4)
+        assert dump.arrays["ratio"][mask].mean() == pytest.approx(row["ratio/mean"], rel=1e-4)
+
+
+@pytest.mark.row("J3")
 @pytest.mark.parametrize(
     "shape",
     [
@@ -69,6 +89,14 @@ def test_one_steps_gradient_does_not_depend_on_the_layout(two_groups, tmp_path, 
     """From equal parameters; summation order is all that differs."""
     (norm,) = grad_norms(tmp_path, 1, **shape)
     assert norm == pytest.approx(two_groups.metrics()[0]["grad_norm"], rel=1e-5)
+    here, there = trained(tmp_path / "run", 1), trained(two_groups.run.path, 1)
+    assert here.arrays["index"].tolist() == there.arrays["index"].tolist()
+    for name in ("policy_logprobs", "ratio"):
+        np.testing.assert_allclose(here.arrays[name], there.arrays[name], atol=1e-5)
+
+
+def trained(run_folder, step):
+    return load_train_dump(run_folder / TRAINED.format(rollout_id=step))
 
 
 @pytest.mark.row("G1")

@@ -46,7 +46,7 @@ def subsample(
         "groups": count,
         "reward/mean": float(judged.mean()) if len(judged) else None,
         "reward/std": float(judged.std()) if len(judged) else None,
-        "reward/missing": int(len(samples) - len(judged)),
+        "reward/missing": len(samples) - len(judged),
         SAMPLE_INDICES: samples.tolist(),
     }
     return SealedBatch(batch.batch_id, arrays, meta)
