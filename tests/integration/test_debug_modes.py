@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from job_run import Job
+from job_run import SUPERVISOR, Job
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.store import Journal, NewGroup
@@ -60,13 +62,24 @@ class Ended:
     job: Job
     beside: Beside
     exit_code: int
+    commands: list[str]
+    """Command lines of what ran when the first batch was sealed, or trained."""
 
 
 def ended(path: Path, *overrides: str) -> Iterator[Ended]:
     with Job(path) as job:
         beside = Beside.of(job)
         job.start(*SIZES, *SESSION, *overrides)
-        yield Ended(job, beside, job.end(timeout_s=180))
+        job.wait_event(Kind.SEAL if "rollout_only" in overrides else Kind.COMMIT, timeout_s=120)
+        commands = list(command_lines(job))
+        yield Ended(job, beside, job.end(timeout_s=180), commands)
+
+
+def command_lines(job: Job) -> Iterator[str]:
+    root = psutil.Process(job.processes[SUPERVISOR].pid)
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            yield " ".join(process.cmdline())
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +134,7 @@ def test_rollout_only_starts_no_trainer_and_tells_what_it_dumped(rolled_out):
     job = rolled_out.job
     assert rolled_out.exit_code == ExitCode.DONE, job.story()
     assert subjects(rolled_out) == {"serving", "rollout", "chaos", "engine-0", "engine-1"}
+    assert not [c for c in rolled_out.commands if "trainer" in c or "lighthouse" in c]
     assert not (job.folder.path / "checkpoint").exists()
     out = job.out()
     assert f"rollouts   {ROLLOUTS} of {ROLLOUTS}" in out
@@ -167,6 +181,8 @@ def test_train_only_starts_trainers_and_their_ledger_alone(one_group, two_groups
     for done, trainers in ((one_group, {"trainer-0"}), (two_groups, {"trainer-0", "trainer-1"})):
         assert done.exit_code == ExitCode.DONE, done.job.story()
         assert subjects(done) == {"lighthouse", "rollout", *trainers}
+        assert any("--role rollout" in c for c in done.commands)
+        assert not [c for c in done.commands if "sglang" in c or "--role serving" in c]
         assert not done.job.events(Kind.PUBLISH) and not done.job.events(Kind.FAULT)
         assert not (done.job.folder.path / "serving").exists()
         assert [m["participants"] for m in done.job.metrics()] == [len(trainers)] * ROLLOUTS

@@ -227,6 +227,43 @@ def test_step_line_leaves_out_what_is_not_known():
     assert step_line(view(RUN)) == "step 0/8  groups 0/2  engines 0/2"
 
 
+# Debug modes ----------------------------------------------------------------------------
+
+
+@pytest.mark.row("J1")
+def test_a_run_without_trainers_shows_its_rollouts(tmp_path, capsys):
+    log = EventLog(tmp_path / "events.jsonl", run="r", role="rollout", name="rollout")
+    log.emit(Kind.RUN, phase="start")
+    made = RunView(total_steps=2, groups=0, engines=1)
+    console = ProgressConsole(RunFolder(tmp_path), made, Console(file=io.StringIO()))
+    console.poll()
+    assert capsys.readouterr().out == "engines starting\n"
+    log.emit(Kind.TRANSITION, subject="engine-0", new="stale")
+    console.poll()
+    assert capsys.readouterr().out == "engines up: waiting for the initial weights\n"
+    log.emit(Kind.TRANSITION, subject="engine-0", new="serving")
+    console.poll()
+    assert capsys.readouterr().out == "rolling out the first batch\n"
+    for step in (1, 1, 2):  # a restarted role tells again
+        log.emit(Kind.DUMP, step=step, reward=0.5, samples=4, tokens=9)
+    console.poll()
+    said = ["rollout 1/2  reward 0.500  4 samples  9 tokens"]
+    assert capsys.readouterr().out.splitlines() == [*said, said[0].replace("1/2", "2/2")]
+    assert made.phase() == "rolling out"
+
+
+@pytest.mark.row("J2")
+def test_a_run_without_engines_shows_none():
+    made = RunView(total_steps=2, groups=1, engines=0)
+    made.add_event(RUN)
+    assert made.phase() == "loading the first dump"
+    made.add_event(line(Kind.SEAL, step=1))
+    assert made.phase() == "first batch sealed, trainers starting"
+    made.add_event(line(Kind.COMMIT, step=1))
+    made.add_metrics({"step": 1, "reward/mean": 0.5})
+    assert made.phase() == "training" and "engines" not in step_line(made)
+
+
 # Curve ----------------------------------------------------------------------------------
 
 
@@ -298,6 +335,31 @@ def test_summary_of_a_run():
         "run folder /run",
     ):
         assert part in text
+
+
+@pytest.mark.row("J1")
+def test_summary_of_a_run_that_trains_nothing():
+    def event(at_s, kind, **fields):
+        base = {"wall_s": at_s, "mono_s": at_s, "run": "r", "role": "rollout", "name": "rollout"}
+        return Event(**base, attempt=1, pid=1, kind=kind, **fields)
+
+    def dump(at_s, step, reward):
+        data = {"path": f"/d/{step}", "samples": 4, "tokens": 9, "reward": reward}
+        return event(at_s, Kind.DUMP, step=step, data=data)
+
+    events = [
+        event(0.0, Kind.RUN, phase="start"),
+        dump(1.0, 1, 0.25),
+        dump(2.0, 1, 0.25),  # told again by a restarted role
+        dump(3.0, 2, None),
+        dump(4.0, 3, 0.75),
+    ]
+    found = summarise(events, [], outcome="complete", total_steps=3, transport="disk")
+    assert found.reward_steps == [1, 3] and found.rewards == [0.25, 0.75]
+    text = "\n".join(render(found, "/run"))
+    assert "rollouts   3 of 3 in 4 s" in text and "dumps      3 files, /d/1 to /d/3" in text
+    assert "(means of the first and last 2 rollouts)" in text
+    assert "ETTR" not in text and "steps  " not in text
 
 
 def test_summary_of_a_run_without_a_step():

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_rl_ft.config import start_state
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
@@ -124,9 +125,10 @@ async def _show(console: ProgressConsole, events: EventLog) -> None:
 
 def _report(resolved: Resolved, outcome: Outcome) -> None:
     folder = resolved.run_folder
+    trained = debug_mode(resolved.sections.rollout) is not DebugMode.ROLLOUT_ONLY
     summary = summarise(
         list(read_events(folder.events)),
-        read_jsonl(folder.metrics),
+        read_jsonl(folder.metrics) if trained else [],  # those of an earlier job of the folder
         outcome=f"{outcome.cause} (exit code {outcome.exit_code:d})",
         total_steps=resolved.get("training.steps"),
         transport=resolved.sections.rollout.weight_transport,
