@@ -239,10 +239,7 @@ def router_of_one(client: EngineClient, version: int, told: Callable[[], None]) 
         end=lambda samples: None,
         made_progress=told,
     )
-    release = SimpleNamespace(version=version)
-    pool: Any = SimpleNamespace(
-        target=SimpleNamespace(release=release), serving=lambda version: [engine]
-    )
+    pool: Any = SimpleNamespace(servers=lambda group: [engine])
     return Router(pool, Changes(), EventList(), 60.0, 32, {"policy": set()})
 
 

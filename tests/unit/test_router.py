@@ -109,10 +109,8 @@ class Bench:
     def __init__(self, *scripts: Script) -> None:
         self.engines = [ScriptedEngine(i, script) for i, script in enumerate(scripts)]
         self.events = EventList()
-        release = SimpleNamespace(version=7)
         pool: Any = SimpleNamespace(
-            target=SimpleNamespace(release=release),
-            serving=lambda version: [e for e in self.engines if not e.gone.is_set()],
+            servers=lambda group: [e for e in self.engines if not e.gone.is_set()]
         )
         self.router = Router(
             pool, Changes(), self.events, 5.0, interval_tokens=4, stops={"policy": {EOS}}

@@ -104,12 +104,12 @@ class PairedClient:
         self._host = urlsplit(prefill.client.url).hostname
         self._port = prefill.process.bootstrap_port
 
-    async def stream(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
-        """As EngineClient.stream. When one half fails, the request is ended in the other."""
+    async def generate(self, body: dict[str, Any], take: Take, timeout_s: float) -> None:
+        """As EngineClient.generate. When one half fails, the request is ended in the other."""
         body = with_rooms(body, str(self._host), self._port)
         reads, writes = self._halves
-        prefill = asyncio.create_task(reads.stream(body, _drop, timeout_s))
-        decode = asyncio.create_task(writes.stream(body, take, timeout_s))
+        prefill = asyncio.create_task(reads.generate(body, _drop, timeout_s))
+        decode = asyncio.create_task(writes.generate(body, take, timeout_s))
         try:
             await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
             if not decode.done():
