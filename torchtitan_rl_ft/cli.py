@@ -104,18 +104,18 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
     resolved = _resolve(args.file, args.run_folder, overrides, needed="a job to run")
     _quick_checks(resolved, starting=True)
-    if args.role is not None and ATTEMPT_ENV not in os.environ:
-        from torchtitan_rl_ft.roles import job
+    try:
+        if args.role is not None and ATTEMPT_ENV not in os.environ:
+            from torchtitan_rl_ft.roles import job
 
-        try:
             job.join(resolved)
-        except OSError as e:
-            _say(f"error: run folder {resolved.run_folder.path}: {e}")
-            return ExitCode.FAILED
-    if args.role is None and resolved.sections.chaos.enable:
-        from torchtitan_rl_ft.chaos import role as chaos
+        if args.role is None and resolved.sections.chaos.enable:
+            from torchtitan_rl_ft.chaos import role as chaos
 
-        resolved = chaos.with_proxies(resolved)
+            resolved = chaos.with_proxies(resolved)
+    except OSError as e:
+        _say(f"error: run folder {resolved.run_folder.path}: {e}")
+        return ExitCode.FAILED
     return _role_main(args.role or "supervisor", resolved)
 
 

@@ -309,6 +309,28 @@ async def test_a_file_system_that_hangs_holds_up_no_caller(tmp_path: Path, model
         assert pool.seen("publish", version=2) and not pool.seen("publish", version=3)
 
 
+@pytest.mark.row("D6")
+async def test_a_trainer_that_died_while_it_published_holds_its_successor_up_for_nothing(
+    tmp_path: Path, model: Path
+) -> None:
+    """What it left: a caller that has gone, and half a folder."""
+    async with open_pool(tmp_path, model) as pool:
+        await pool.publish(0)
+        path, digest = write_policy(pool.folder.weights, model, 1, scale=1.1)
+        old = asyncio.create_task(pool.service.publish(1, token_of(1), path, digest, "all", 10.0))
+        await asyncio.sleep(0)  # it has begun
+        old.cancel()
+        half, _ = write_policy(pool.folder.weights, model, 2, scale=1.2)
+        (half / "manifest.json").unlink()
+        with pytest.raises(PublishRefused, match="never completed"):
+            await pool.service.publish(2, token_of(2), half, "", "none", 10.0)
+        start = time.monotonic()
+        version, installed = await pool.publish(2, scale=1.2)
+        assert time.monotonic() - start < 5.0
+        assert installed == [0, 1] and version > 1
+        assert (await pool.generate())[0].versions == [version] * 8
+
+
 # Which version a pool is at ---------------------------------------------------------------------
 
 

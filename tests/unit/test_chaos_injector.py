@@ -173,6 +173,21 @@ def test_parts_of_engines_and_roles(run: Run) -> None:
     assert [e.data["subject"] for e in run.seen()] == ["engine-0.scheduler", "serving"]
 
 
+def test_the_supervisor_is_found_by_its_registration(run: Run) -> None:
+    run.start()
+    supervisor = run.spawn("somebody else")
+    [child] = children(supervisor.pid)
+    name, host = "supervisor", socket.gethostname()
+    run.folder.announce(RoleAddress(name, "", supervisor.pid, supervisor.start_time, 1, host))
+    run.folder.announce(RoleAddress("rollout", "", child.pid, 0.0, 1, host))  # an old one
+    injector = run.injector("kill supervisor after 0.01 s", "kill rollout after 0.01 s")
+    time.sleep(0.02)
+    injector.tick()
+    until(lambda: not supervisor.alive())
+    assert child.is_running()
+    child.kill()
+
+
 def test_any_engine_is_drawn_from_the_seed(run: Run) -> None:
     run.start()
     for slot in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from config_jobs import GOOD, job
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.chaos import plan
 from torchtitan_rl_ft.chaos.plan import Fault, FaultInvalid, FaultKind, Moment, When, parse
+from torchtitan_rl_ft.chaos.role import with_proxies
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.config import checks
+from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
 
 K = FaultKind
@@ -103,6 +106,39 @@ def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str
     assert problem.startswith(f"chaos.faults[1] = {line!r} (")
     assert "job.toml:" in problem
     assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ('debug_mode = "train_only"', "kill engine-0 at step 1"),
+        ('load_debug_rollout_data = "{rollout_id}.npz"', "stop serving at step 1"),
+        ('debug_mode = "rollout_only"', "kill any trainer at rollout 1"),
+    ],
+)
+def test_a_debug_mode_has_fewer_victims(tmp_path: Path, mode: str, line: str) -> None:
+    [problem] = plan.problems(faults_of(tmp_path, line, text=mode + "\n"))
+    assert " runs no " in problem
+
+
+def test_a_black_hole_puts_engines_behind_proxies(tmp_path: Path) -> None:
+    plain = faults_of(tmp_path, "kill engine-0 at step 1")
+    assert with_proxies(plain) is plain
+    folder = tmp_path / "run"
+    found = with_proxies(
+        resolve(
+            [
+                *("--job.config_file", str(tmp_path / "job.toml")),
+                *("--job.dump_folder", str(folder), "--chaos.enable"),
+                *("--chaos.faults", '["blackhole engine-0 at step 1"]'),
+            ]
+        )
+    )
+    python = found.sections.rollout.engine_python
+    assert Path(python).parent.parent == folder
+    assert os.access(python, os.X_OK)
+    assert "a black hole in chaos.faults" in found.origins["rollout.engine_python"]
+    assert with_proxies(found) is found  # started again from the run folder
 
 
 def test_enable_and_faults_go_together(tmp_path: Path) -> None:

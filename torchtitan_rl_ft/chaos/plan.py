@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.errors import near_miss
 from torchtitan_rl_ft.config.resolve import Resolved
 
@@ -21,6 +22,13 @@ EXAMPLE = "kill engine-1 at step 2"
 ROLES = ("supervisor", "lighthouse", "serving", "rollout")
 ANY = ("any engine", "any trainer")
 PARTS = ("server", "scheduler", "detokenizer")
+
+
+LEFT_OUT = {
+    DebugMode.TRAIN_ONLY: ("engine", "serving"),
+    DebugMode.ROLLOUT_ONLY: ("trainer", "lighthouse"),
+}
+"""Roles that a debug mode does without."""
 
 
 class FaultKind(StrEnum):
@@ -93,6 +101,9 @@ def _misfit(fault: Fault, resolved: Resolved) -> str | None:
         "engine": engines + rollout.standby_engines + len(rollout.external_urls),
         "trainer": sections.fault_tolerance.replica_groups,
     }
+    mode = debug_mode(rollout)
+    if any(name in fault.target for name in LEFT_OUT.get(mode, ())):
+        return f"rollout.debug_mode {mode} runs no {fault.target}"
     kind, _, number = fault.target.partition(".")[0].partition("-")
     if number and int(number) >= sizes[kind]:
         return f"there is no {kind}-{number} in this job, which has {sizes[kind]} (from {kind}-0)"

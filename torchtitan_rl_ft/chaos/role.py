@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_rl_ft.chaos import engine_wrapper, plan
@@ -15,8 +16,7 @@ from torchtitan_rl_ft.chaos.injector import Injector
 from torchtitan_rl_ft.chaos.memory import Memory
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.chaos.targets import Targets
-from torchtitan_rl_ft.config.command_line import Override
-from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.resolve import AUTOMATIC, Resolved
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
@@ -54,17 +54,23 @@ def main(resolved: Resolved) -> int:
 
 
 def with_proxies(resolved: Resolved) -> Resolved:
-    """The same job with its engines behind proxies, when a fault needs that."""
+    """The same job with its engines behind proxies, when a fault needs that. Raises OSError."""
     faults = [plan.parse(line) for line in resolved.sections.chaos.faults]
     if not (resolved.sections.chaos.enable and plan.behind_proxy(faults)):
         return resolved
     path = resolved.run_folder.path / "chaos" / "engine_python"
     python = resolved.sections.rollout.engine_python
+    if python == str(path):  # an earlier start of this run
+        return resolved
     script = engine_wrapper.make_interpreter(path, python)
-    return resolved.with_overrides([Override("rollout.engine_python", str(script))])
+    values = copy.deepcopy(resolved.values)
+    values["rollout"]["engine_python"] = str(script)
+    why = f"{AUTOMATIC}engines behind proxies, for a black hole in chaos.faults"
+    return Resolved(values, {**resolved.origins, "rollout.engine_python": why})
 
 
-def _names(sections: Sections) -> Sequence[str]:
+def _names(sections: Sections) -> list[str]:
+    """Engines that take requests, and trainers: what `any` may mean."""
     rollout = sections.rollout
     engines = sum(g.engines for g in rollout.groups) or rollout.engines
     groups = sections.fault_tolerance.replica_groups
