@@ -181,3 +181,17 @@ async def test_a_gateway_that_never_starts_ends_with_its_log(
     assert "was started 2 times within 60 s; last: exit code 1" in text
     assert "attempt_2.log" in text
     assert "no such thing" in text
+
+
+async def test_a_dead_engine_is_forgotten_while_the_list_is_compared(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        for _ in range(20):
+            bench.wanted = {A, B}
+            await bench.until_listed(A, B)
+            bench.wanted = set()
+            bench.changes.notify()
+            await asyncio.sleep(0)
+            await asyncio.gather(bench.gateway.forget(engine(A)), bench.gateway.forget(engine(B)))
+            await bench.until_listed()
+        assert bench.gateway.to_json()["restarts"] == 0
+        assert not bench.seen("exit")

@@ -169,31 +169,30 @@ class Gateway:
         client = GatewayClient(self._http, f"http://{HOST}:{port}", key)
         exited = asyncio.create_task(child.wait())
         keeping = asyncio.create_task(self._keep(client))
-        stopping = True
+        reason: str | None = None
         try:
             await asyncio.wait({exited, keeping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping = False
             reason = process.describe(exited.result()) if exited.done() else keeping.result()
+            return reason
         finally:
             self.client, self._ids, self._ready, self._added = None, {}, set(), {}
             self._changes.notify()
             keeping.cancel()
             exited.cancel()
+            code = child.returncode  # how it ended by itself
             await end_trees([child.id], self._clock() + CALL_LIMIT_S)
             self._child = None
-            code = child.returncode
             self._events.emit(
                 Kind.EXIT,
-                phase="stop" if stopping else "fault",
-                cause="serving ends" if stopping else reason,
+                phase="stop" if reason is None else "fault",
+                cause=reason or "serving ends",
                 subject=NAME,
                 pid=child.id.pid,
                 returncode=code,
                 signal=-code if code is not None and code < 0 else None,
                 log=str(log),
-                last_lines=[] if stopping else last_lines(log),
+                last_lines=[] if reason is None else last_lines(log),
             )
-        return reason
 
     # List -----------------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ class Gateway:
         self._added = {u: at for u, at in added if u not in self._ids and now - at < RETRY_S}
         surplus = self._ids.keys() - wanted
         missing = wanted - self._ids.keys() - self._added.keys()
-        tries = [*(self._remove(client, url) for url in surplus)]
+        tries = [*(self._remove(client, url, self._ids[url]) for url in surplus)]
         tries += [self._add(client, url) for url in missing]
         if tries and not all(await asyncio.gather(*tries)):
             return RETRY_S
@@ -272,9 +271,9 @@ class Gateway:
             raise DeregistrationFailed(f"gateway: {e}") from e
         self._ids.pop(url, None)
 
-    async def _remove(self, client: GatewayClient, url: str) -> bool:
+    async def _remove(self, client: GatewayClient, url: str, worker_id: str) -> bool:
         self._ready.discard(url)
-        return await self._try("removed", url, client.remove(self._ids[url], CALL_LIMIT_S))
+        return await self._try("removed", url, client.remove(worker_id, CALL_LIMIT_S))
 
     async def _add(self, client: GatewayClient, url: str) -> bool:
         return await self._try("listed", url, self._ask_for(client, url))
