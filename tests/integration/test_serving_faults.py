@@ -299,7 +299,7 @@ async def test_publishing_keeps_running_requests(tmp_path: Path, model: Path, mo
     start = [{"token_s": 0.03}]
     async with open_pool(tmp_path, model, faults={0: start, 1: start}, pause_mode=mode) as pool:
         await pool.publish(0)
-        sampling = {"max_new_tokens": 20, "ignore_eos": True}
+        sampling = {"max_new_tokens": 48, "ignore_eos": True}
         asked = [
             asyncio.create_task(pool.generate(f"r{i}", n=1, sampling=sampling)) for i in range(16)
         ]
@@ -310,7 +310,7 @@ async def test_publishing_keeps_running_requests(tmp_path: Path, model: Path, mo
         assert {s.finish_reason for s in samples} == {"length"}
         for slot in (0, 1):  # listed all the time
             assert pool.moves(slot) == ["stale", *["installing", "serving", "stale"] * 2][:-1]
-        assert all(len(s.output_ids) == 20 for s in samples)
+        assert all(len(s.output_ids) == 48 for s in samples)
         assert all((s.min_version, s.max_version) == (1, 2) for s in samples)
         assert all(s.versions == sorted(s.versions) for s in samples)
         status = pool.service.status()
