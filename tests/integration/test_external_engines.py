@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from policies import tiny_model, token_of, write_policy
 from serving_pool import FAKE, Pool, open_pool
 
@@ -86,7 +87,7 @@ async def test_externals_serve_die_and_come_back_and_nothing_of_theirs_is_touche
         shown = pool.service.status()["engines"][0]
         assert (shown["state"], shown["pid"], shown["url"]) == ("retired", None, owners[0].url)
         [lost] = pool.seen("fault", duty="external")
-        assert "looked for again every 0.5 s (health_check_interval)" in lost["cause"]
+        assert "looked for again, at last every 0.5 s (health_check_interval)" in lost["cause"]
         path, digest = write_policy(pool.folder.weights, model, 1, scale=1.1)
         await pool.service.publish(1, token_of(1), path, digest, "first", 10.0)
         await pool.until(lambda: serving(pool, 2) == ["external-1"])
@@ -161,7 +162,7 @@ async def test_an_address_that_never_answers_ends_the_pool_when_the_floor_needs_
                 await watch
         assert time.monotonic() - began > 1.0
         assert "0 of 2 engines are left, rollout.min_engines is 1: external-" in str(failure.value)
-        assert "rollout.external_urls) did not answer within 1 s" in str(failure.value)
+        assert "rollout.external_urls) did not answer; 1 s are over" in str(failure.value)
 
 
 async def test_externals_beside_engines_of_ours(
@@ -173,3 +174,28 @@ async def test_externals_beside_engines_of_ours(
         assert await pool.publish(0) == (1, [0, 1])
         assert len(pool.seen("spawn")) == 1
     assert owners[0].alive
+
+
+async def test_a_server_that_is_no_engine_ends_the_pool_with_the_reason(
+    tmp_path: Path, model: Path
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if request.path == "/model_info" else 404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    port = free_ports(1)[0]
+    await web.TCPSite(runner, HOST, port).start()
+    limits = {**FAST, "engine_start_timeout_s": 1.0}
+    urls = [f"http://{HOST}:{port}"]
+    try:
+        async with open_pool(tmp_path, model, external_urls=urls, **limits) as pool:
+            path, digest = write_policy(pool.folder.weights, model, 0)
+            await pool.service.publish(0, token_of(0), path, digest, "none", 1.0)
+            with pytest.raises(PoolFailed, match=r"does not serve: version 1 not installed: .*404"):
+                async with asyncio.timeout(20):
+                    await pool.service.run_until_failed()
+    finally:
+        await runner.cleanup()

@@ -32,7 +32,7 @@ from torchtitan_rl_ft.weights.proof import EngineLayout
 
 CALL_LIMIT_S = 2.0
 FIRST_LOOK_S = 1.0
-"""From one look to the next until it has answered for the first time."""
+"""From one look to the next until it has answered for the first time; later it doubles."""
 
 NO_ANSWER = (EngineUnreachable, EngineRefused, AnswerInvalid)
 
@@ -121,8 +121,8 @@ class ExternalLife(Life):
             again_s = shared.rollout.health_check_interval
             shared.events.emit(
                 Kind.FAULT,
-                cause=f"{engine.client.url} is out of routing: {reason}; looked for again every "
-                f"{again_s:g} s (health_check_interval)",
+                cause=f"{engine.client.url} is out of routing: {reason}; looked for again, at last "
+                f"every {again_s:g} s (health_check_interval)",
                 subject=engine.name,
                 duty=str(Duty.EXTERNAL),
             )
@@ -137,41 +137,46 @@ class ExternalSlot(Slot):
         assert plan.external_url is not None
         self._url = plan.external_url
         self.name = f"external-{self.index}"
+        self._missing_mono_s = shared.clock()  # since then it has not served
         self._looked_at = EngineClient(shared.http, self._url, self.name)
 
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "url": self._url}
 
     async def _run(self, record: EngineRecord | None) -> None:
+        self._missing_mono_s = self._shared.clock()
         while True:
             await self._wait_for_answer()
-            served = await self._live_once()
-            if not served:  # else it may be back already
-                await asyncio.sleep(self._shared.rollout.health_check_interval)
-
-    async def _live_once(self) -> bool:
-        """Whether the engine has served."""
-        engine = self._engine(Elsewhere(self._url))
-        await self._live(engine)
-        return engine.version is not None
+            engine = self._engine(Elsewhere(self._url))
+            await self._live(engine)
+            if engine.version is not None:  # it has served, and may be back already
+                self._missing_mono_s = self._shared.clock()
+                continue
+            self._count_out(f"does not serve: {self._last_reason}")
+            await asyncio.sleep(self._shared.rollout.health_check_interval)
 
     async def _wait_for_answer(self) -> None:
-        """An address that does not answer for long does not count for the floor."""
-        shared = self._shared
-        limit_s = shared.rollout.engine_start_timeout_s
-        end = shared.clock() + limit_s
+        interval_s, again_s = self._shared.rollout.health_check_interval, FIRST_LOOK_S
         while not await self._answers():
-            left_s = end - shared.clock()
-            if left_s <= 0 and self.given_up is None:
-                self._give_up(
-                    f"({self._url}, rollout.external_urls) did not answer within {limit_s:g} s "
-                    f"(engine_start_timeout_s)"
-                )
-            again_s = shared.rollout.health_check_interval
-            if not self.lives and left_s > 0:
-                again_s = min(again_s, FIRST_LOOK_S)
-            await asyncio.sleep(min(again_s, left_s) if left_s > 0 else again_s)
+            self._count_out("did not answer")
+            left_s = self._limit_left_s()
+            await asyncio.sleep(min(again_s, interval_s, left_s if left_s > 0 else interval_s))
+            if self.lives or left_s <= 0:  # else it is only about to start
+                again_s *= 2
         self.given_up = None
+
+    def _limit_left_s(self) -> float:
+        limit_s = self._shared.rollout.engine_start_timeout_s
+        return self._missing_mono_s + limit_s - self._shared.clock()
+
+    def _count_out(self, why: str) -> None:
+        """What has not served for long does not count for the floor."""
+        if self._limit_left_s() <= 0 and self.given_up is None:
+            limit_s = self._shared.rollout.engine_start_timeout_s
+            self._give_up(
+                f"({self._url}, rollout.external_urls) {why}; {limit_s:g} s are over "
+                "(engine_start_timeout_s)"
+            )
 
     async def _answers(self) -> bool:
         with contextlib.suppress(*NO_ANSWER):
