@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.config import checks
 from torchtitan_rl_ft.config.command_line import Override, split_overrides
@@ -15,9 +17,15 @@ from torchtitan_rl_ft.config.errors import ConfigError, near_miss
 from torchtitan_rl_ft.config.help_texts import help_texts
 from torchtitan_rl_ft.config.resolve import Resolved, resolve_overrides
 from torchtitan_rl_ft.config.schema import load_schema
+from torchtitan_rl_ft.config.sections import JobSection
+from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.config.toml_file import shipped
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, RunFolder
+from torchtitan_rl_ft.session_folder import SessionUnreadable
+
+if TYPE_CHECKING:
+    from torchtitan_rl_ft.roles.status import Target
 
 ROLES = ("lighthouse", "serving", "rollout", "trainer", "chaos")
 
@@ -79,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="take the configuration of the job that runs in DIR (its config.resolved.json)",
     )
+    run.add_argument(
+        "--keep-serving",
+        action="store_true",
+        help="keep serving and its engines after Ctrl-C too (rollout.keep_serving)",
+    )
     run.set_defaults(command=_run)
 
     check = commands.add_parser(
@@ -92,16 +105,46 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--quick", action="store_true", help="only what needs no torch")
     check.set_defaults(command=_check)
 
+    _add_session_commands(commands, common)
+
     helping = commands.add_parser("help", help="explain the keys of a section")
     helping.add_argument("section", nargs="?", metavar="SECTION")
     helping.set_defaults(command=_help)
     return parser
 
 
+def _add_session_commands(commands: Any, common: dict[str, Any]) -> None:
+    target_help = (
+        "a run folder, or the id of a session; without it the run folder of --job.config_file, "
+        "else the default one"
+    )
+    status = commands.add_parser(
+        "status",
+        help="tell how a job and its serving session are",
+        description="Tell how a job and its serving session are. Without TARGET and without a run "
+        "folder at the default place: all sessions of this user on this machine.",
+        **common,
+    )
+    status.add_argument("target", nargs="?", metavar="TARGET", help=target_help)
+    status.add_argument("--json", action="store_true", help="everything, as JSON")
+    status.set_defaults(command=_status)
+
+    stop = commands.add_parser(
+        "stop",
+        help="end a job and its serving session",
+        description="End a running job as Ctrl-C does, then what is left of its serving session.",
+        **common,
+    )
+    stop.add_argument("target", nargs="?", metavar="TARGET", help=target_help)
+    stop.set_defaults(command=_stop)
+
+
 # Commands -----------------------------------------------------------------------------------
 
 
 def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
+    if args.keep_serving:
+        overrides = [*overrides, Override("rollout.keep_serving", True)]
     resolved = _resolve(args.file, args.run_folder, overrides, needed="a job to run")
     _quick_checks(resolved, starting=True)
     try:
@@ -133,6 +176,8 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
 
     resolved = _resolve(args.file, None, overrides, needed="a job to check")
     listing.show(resolved)
+    session = identify(resolved)
+    _say(f"serving session {session.id} ({session.rule})")
     _quick_checks(resolved, starting=False)
     if not args.quick:
         from torchtitan_rl_ft.config import deep_checks
@@ -145,6 +190,48 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
         _say(report.summary)
     _say("the configuration is good")
     return ExitCode.DONE
+
+
+def _status(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.roles import status
+
+    with _session_errors():
+        return status.main_status(_target(args.target, overrides), args.json)
+
+
+def _stop(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.roles import status
+
+    with _session_errors():
+        target = _target(args.target, overrides)
+        if target is None:
+            raise ConfigError(
+                "what to stop is named by a run folder or the id of a session: `torchtitan "
+                "status` lists them"
+            )
+        return status.main_stop(target)
+
+
+@contextlib.contextmanager
+def _session_errors() -> Generator[None]:
+    """Raises ConfigError instead of what says that a session's files cannot be read."""
+    try:
+        yield
+    except SessionUnreadable as e:
+        raise ConfigError(str(e)) from None
+
+
+def _target(name: str | None, overrides: list[Override]) -> Target | None:
+    """What `status` and `stop` are about; None when nothing is named and the default run folder
+    holds no job."""
+    from torchtitan_rl_ft.roles.status import Target
+
+    if name is not None:
+        return Target.of(name)
+    if overrides:
+        return Target.of_job(resolve_overrides(overrides))
+    default = RunFolder(os.environ.get(RUN_ENV) or JobSection().dump_folder)
+    return Target.of(str(default.path)) if default.resolved_config.exists() else None
 
 
 def _help(args: argparse.Namespace, overrides: list[Override]) -> int:

@@ -190,6 +190,7 @@ async def open_pool(
             "request_timeout_s": 10.0,
             "engine_start_timeout_s": 15.0,
             "cleanup_timeout": 5.0,
+            "retain_ttl": 0.0,  # engines end with the process of the test
             **rollout,
         }
     )

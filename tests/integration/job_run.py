@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.footprint import SHM, Footprint
 from torchtitan_rl_ft.host.log_tail import last_lines
@@ -20,7 +23,9 @@ from torchtitan_rl_ft.journal.audit import Audit, audit
 from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.roles.session import living_processes
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
+from torchtitan_rl_ft.session_folder import SessionFolder, SessionRecord, SessionUnreadable
 
 COMMAND = (sys.executable, "-m", "torchtitan_rl_ft")
 CONFIG = "rl_ft_debug.toml"
@@ -166,6 +171,57 @@ class Job:
         what = f"{n} {kind} events {data or ''}"
         self.wait_for(lambda: len(self.events(kind, **data)) >= n, what, timeout_s)
 
+    # The session ------------------------------------------------------------------------
+
+    @property
+    def session(self) -> SessionFolder | None:
+        """The folder of the job's serving session; None when there is none."""
+        found = list((self.state / "torchtitan_rl_ft" / "sessions").glob("*/session.json"))
+        return SessionFolder.at(found[0].parent) if found else None
+
+    def session_record(self) -> SessionRecord:
+        assert self.session is not None, self.story()
+        record = self.session.read()
+        assert record is not None
+        return record
+
+    def session_processes(self) -> set[ProcessId]:
+        """Serving, engines and warden, and all below them."""
+        return living_processes(self.session) if self.session is not None else set()
+
+    def generate_status(self, timeout_s: float = 1.0) -> int:
+        """The HTTP status of one small request for samples."""
+        body = {
+            "request_id": secrets.token_hex(4),
+            "input_ids": [3, 4],
+            "n": 1,
+            "sampling": {"max_new_tokens": 2},
+            "seeds": None,
+            "timeout_s": timeout_s,
+        }
+        assert self.session is not None, self.story()
+        answer = httpx.post(
+            f"{self.session_record().serving.url}/v1/generate",
+            json=body,
+            headers={"Authorization": f"Bearer {self.session.token()}"},
+            timeout=timeout_s + 20,
+            trust_env=False,
+        )
+        return answer.status_code
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`torchtitan WORDS` with the state folder of this job."""
+        return subprocess.run(
+            [*COMMAND, *words], env=self.env, capture_output=True, text=True, timeout=60
+        )
+
+    def wait_for_session_alone(self, within_s: float) -> None:
+        """Until nothing of the job lives but its session."""
+        end = time.monotonic() + within_s
+        while others := set(self.alive()) - self.session_processes():
+            assert time.monotonic() < end, f"alive after {within_s} s: {others}\n{self.story()}"
+            time.sleep(0.1)
+
     # What is left -----------------------------------------------------------------------
 
     def wait_for_none_alive(self, within_s: float) -> None:
@@ -199,6 +255,8 @@ class Job:
             with contextlib.suppress(ProcessLookupError):
                 root = ProcessId.of(started.pid)
                 found |= {root, *process.descendants(root)}
+        with contextlib.suppress(SessionUnreadable):
+            found |= self.session_processes()
         with self._looking:
             self.footprint.observe(found)
 

@@ -193,16 +193,31 @@ def test_interrupted_in_a_step_then_killed_then_finished(job):
     job.start(*LONG, "--recovery.auto_continue_train")
     job.wait_step(len(interrupted) + CHECKPOINT_INTERVAL + 2, 120)
     check_resumed(job, interrupted)
+    kept = {name: job.process_of(name) for name in ("serving", *ENGINES)}
+    versions = [e.version for e in job.events(Kind.PUBLISH) if e.role == "serving"]
     job.kill()
-    job.wait_for_none_alive(within_s=10)
+    job.wait_for_session_alone(within_s=10)
+    assert all(p.alive() for p in kept.values())
+    assert job.generate_status() == 503  # nobody owns it
     check_history(job, may_drop="too old")
     killed = batches(job)
 
+    # Another number of groups, the same engines.
     last = len(killed) + 3
-    job.start("--recovery.auto_continue_train", "--training.steps", str(last))
+    one_group = ("--fault_tolerance.replica_groups", "1")
+    job.start("--recovery.auto_continue_train", "--training.steps", str(last), *one_group)
     assert job.end(timeout_s=120) == ExitCode.DONE, job.story()
-    assert job.left() == []  # shared memory of the killed engines too
+    assert job.left() == []  # the engines too
     check_resumed(job, killed)
+    assert {name: job.process_of(name) for name in kept} == kept
+    more = [e.version for e in job.events(Kind.PUBLISH) if e.role == "serving"]
+    assert more[: len(versions)] == versions and more == sorted(more)
+    reattached = next(e for e in reversed(job.events(Kind.RUN)) if e.phase == "reattach")
+    first = {
+        kind: min(e.mono_s for e in job.events(kind) if e.mono_s > reattached.mono_s)
+        for kind in (Kind.PUBLISH, Kind.ACCEPT)
+    }
+    assert first[Kind.PUBLISH] < first[Kind.ACCEPT]
     found = job.audit()
     assert len(found.history) == last
     assert {state for state, n in found.counts.items() if n} <= {"trained", "dropped"}
@@ -219,7 +234,8 @@ def batches(job: Job) -> dict[int, int]:
 def check_resumed(job: Job, before: dict[int, int]) -> None:
     """The last start took the newest checkpoint, and trained the same batches after it."""
     events = job.events()
-    at = max(i for i, e in enumerate(events) if e.kind is Kind.RUN and e.phase == "resume")
+    starts = ("resume", "reattach")
+    at = max(i for i, e in enumerate(events) if e.kind is Kind.RUN and e.phase in starts)
     saved = max(e.step for e in events[:at] if e.kind is Kind.CHECKPOINT)
     assert 0 < saved <= len(before)
     # The second group heals from the first, when that one is soon enough.

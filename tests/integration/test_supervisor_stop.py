@@ -18,12 +18,12 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, request):
     """A started debug job; what it holds is watched."""
     folder = RunFolder(tmp_path / "run")
     command = [sys.executable, "-m", "torchtitan_rl_ft", "run", "rl_ft_debug.toml"]
     supervisor = subprocess.Popen(
-        [*command, "--job.dump_folder", str(folder.path)],
+        [*command, "--job.dump_folder", str(folder.path), *getattr(request, "param", ())],
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
         stderr=subprocess.PIPE,
         text=True,
@@ -69,6 +69,7 @@ def test_interrupted_start_is_clean(job, kind, n):
 
 
 @pytest.mark.scenario("Z-1")
+@pytest.mark.parametrize("job", [("--rollout.retain_ttl", "0")], indirect=True)
 def test_killed_supervisor_takes_roles_and_engines_with_it(job):
     run_until(job, Kind.SPAWN, 7)
     assert len(job.footprint.processes) >= 7

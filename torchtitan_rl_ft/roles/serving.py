@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 NAME = "serving"
 
+WARDEN_ENDS_S = 15.0
+
 SESSION_ERRORS = (NotOwner, SessionBusy, SessionUnreadable)
 """Another job has the session: a restart meets it again."""
 
@@ -108,7 +110,8 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     session = SessionFolder(identify(resolved).id)
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(session.serving_lock())
+        # The warden may be ending what an earlier one has left.
+        stack.enter_context(session.serving_lock(wait_s=WARDEN_ENDS_S))
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         service = ServingService(

@@ -114,7 +114,7 @@ class Session:
 
     def _attach(self, serving: ServingAt, claim: Claim) -> bool:
         """False when the role did not answer; it has been killed then. Raises ConfigError."""
-        client = _client(self.folder, serving)
+        client = client_of(self.folder, serving)
         try:
             client.post("/v1/attach", asdict(claim), deadline_s=ATTACH_TIMEOUT_S)
             return True
@@ -152,7 +152,7 @@ class Session:
         record = self.folder.read()
         if record is None:
             return
-        client = _client(self.folder, record.serving)
+        client = client_of(self.folder, record.serving)
         body = {"attempt": self.owner.attempt, "outcome": "retain"}
         try:
             await asyncio.to_thread(client.post, "/v1/detach", body, deadline_s=0.9 * limit_s)
@@ -245,6 +245,6 @@ async def _gone(targets: Iterable[ProcessId], deadline_mono_s: float) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _client(folder: SessionFolder, serving: ServingAt) -> RoleClient:
+def client_of(folder: SessionFolder, serving: ServingAt) -> RoleClient:
     token = folder.token() or ""
     return RoleClient("serving", lambda: serving.url or None, token)

@@ -136,7 +136,10 @@ class Ownership:
         was in. Raises NotOwner, SessionUnreadable."""
         async with self._lock:
             before = self.folder.read()
-            if reason := why_not_attached(before, claim, self._alive):
+            asked = claim
+            if by_hand and before is not None:  # a person may; engines that do not fit are ended
+                asked = replace(claim, frozen=before.frozen)
+            if reason := why_not_attached(before, asked, self._alive):
                 raise NotOwner(reason)
             record = before or SessionRecord(claim.session, claim.rule, serving)
             record = replace(record, serving=serving, by_hand=by_hand)

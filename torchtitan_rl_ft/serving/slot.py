@@ -198,7 +198,11 @@ class Slot:
         attempt = next_attempt(shared.folder, self.name)
         log = self._last_log = shared.folder.log_file(self.name, attempt)
         launch = self._launch()
-        process = EngineProcess.start(launch, shared.launcher.fingerprint(self.index), log)
+        process = EngineProcess.start(
+            launch,
+            shared.launcher.fingerprint(self.index),
+            log,
+        )
         shared.events.emit(
             Kind.SPAWN,
             subject=self.name,

@@ -1,0 +1,286 @@
+"""What `torchtitan status` tells of a job and its session, and what `torchtitan stop` does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.session_identity import identify
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.roles.session import client_of, end_session
+from torchtitan_rl_ft.rpc.client import RoleRefused, RoleUnreachable
+from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
+from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.session_folder import (
+    HostProcess,
+    SessionFolder,
+    SessionRecord,
+    SessionUnreadable,
+    boot_s,
+)
+
+ANSWER_TIMEOUT_S = 5.0
+CLEANUP_TIMEOUT_S = 60.0
+"""Of a session whose job's configuration is not known."""
+HURRY_S = 10.0
+
+SUPERVISOR = "supervisor"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was named: a session, a run folder, or both."""
+
+    session: SessionFolder
+    run_folder: RunFolder | None = None
+    rule: str = ""
+    cleanup_timeout_s: float = CLEANUP_TIMEOUT_S
+
+    @classmethod
+    def of(cls, name: str) -> Target:
+        """From a run folder or the id of a session. Raises ConfigError."""
+        if Path(name).is_dir():
+            return cls.of_job(Resolved.read(name))
+        session = SessionFolder(name)
+        if "/" in name or not session.path.is_dir():
+            known = ", ".join(s.id for s in SessionFolder.all()) or "none"
+            raise ConfigError(
+                f"{name} is neither a run folder nor a session of this machine (sessions: {known})"
+            )
+        record = session.read()
+        folder = RunFolder(record.run_folder) if record is not None else None
+        return cls(session, folder, record.rule if record is not None else "")
+
+    @classmethod
+    def of_job(cls, job: Resolved) -> Target:
+        identity = identify(job)
+        limit_s = job.sections.rollout.cleanup_timeout
+        return cls(SessionFolder(identity.id), job.run_folder, identity.rule, limit_s)
+
+
+# Status ---------------------------------------------------------------------------------------
+
+
+def status(target: Target) -> dict[str, Any]:
+    """Everything that can be told, fit for JSON. Raises SessionUnreadable."""
+    record = target.session.read()
+    folder = target.run_folder
+    if record is not None and record.owner is not None:
+        folder = RunFolder(record.owner.run_folder)
+    return {
+        "session": target.session.id,
+        "rule": target.rule,
+        "run_folder": str(folder.path) if folder is not None else None,
+        "roles": _roles(folder) if folder is not None else [],
+        "last_step": _last_step(folder) if folder is not None else None,
+        **(_session(target.session, record) if record is not None else {"state": "none"}),
+    }
+
+
+def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
+    answer = _ask(folder, record)
+    owner, left_s = record.owner, None
+    if owner is None and record.unowned_since_boot_s is not None:
+        left_s = round(record.unowned_since_boot_s + record.retain_ttl_s - boot_s(), 1)
+    return {
+        "state": _state(record, answer is not None),
+        "owner": None if owner is None else {"attempt": owner.attempt, **_process(owner)},
+        "serving": {**_process(record.serving), "url": record.serving.url},
+        "admission": None if answer is None else answer.get("admission"),
+        "version": None if answer is None else answer.get("version"),
+        "retain_ttl_s": record.retain_ttl_s,
+        "ttl_left_s": left_s,
+        "engines": _recorded(folder) if answer is None else answer.get("engines", []),
+    }
+
+
+def _state(record: SessionRecord, answers: bool) -> str:
+    """In one word."""
+    if record.serving.alive() is False:
+        return "serving has died"
+    if not answers:
+        return "serving does not answer"
+    if record.by_hand:
+        return "by hand"
+    if record.owner is None:
+        return "kept"
+    return {True: "owned", False: "owner has died", None: "owned on another host"}[
+        record.owner.alive()
+    ]
+
+
+def _process(of: HostProcess) -> dict[str, Any]:
+    return {"pid": of.pid, "host": of.host, "alive": of.alive()}
+
+
+def _ask(folder: SessionFolder, record: SessionRecord) -> dict[str, Any] | None:
+    """The answer of the serving role; None when it gives none."""
+    if not record.serving.alive():
+        return None
+    client = client_of(folder, record.serving)
+    try:
+        return client.get("/v1/status", deadline_s=ANSWER_TIMEOUT_S)
+    except (RoleUnreachable, RoleRefused):
+        return None
+    finally:
+        client.close()
+
+
+def _recorded(folder: SessionFolder) -> list[dict[str, Any]]:
+    return [
+        {
+            "slot": r.slot,
+            "state": "alive" if r.alive else "dead",
+            "pid": r.main.pid,
+            "start_time": r.main.start_time,
+            "url": r.url,
+        }
+        for r in EngineRecords(folder.engines).read()
+    ]
+
+
+def _roles(folder: RunFolder) -> list[dict[str, Any]]:
+    return [
+        {"name": r.name, "pid": r.pid, "alive": r.alive(), "attempt": r.attempt, "url": r.url}
+        for r in folder.roles()
+    ]
+
+
+def _last_step(folder: RunFolder) -> int | None:
+    rows = read_jsonl(folder.metrics)
+    return rows[-1]["step"] if rows else None
+
+
+def show(found: dict[str, Any]) -> list[str]:
+    """`status` as lines for people."""
+    lines = [
+        _line("session", f"{found['session']} ({found['rule']})"),
+        _line("run folder", found["run_folder"] or "unknown"),
+        _line("last step", "none" if found["last_step"] is None else found["last_step"]),
+        _line("state", found["state"]),
+    ]
+    if "serving" in found:
+        lines += _session_lines(found)
+    lines += [
+        _line("role", f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}")
+        for r in found["roles"]
+    ]
+    return lines
+
+
+def _session_lines(found: dict[str, Any]) -> list[str]:
+    owner, serving = found["owner"], found["serving"]
+    lines = [
+        _line("owner", "none" if owner is None else f"process {owner['pid']}{_dead(owner)}"),
+        _line(
+            "serving", f"process {serving['pid']}, {serving['url'] or 'starting'}{_dead(serving)}"
+        ),
+    ]
+    if found["admission"] is not None:
+        lines.append(_line("admission", found["admission"]))
+    if found["ttl_left_s"] is not None:
+        lines.append(_line("ends in", f"{max(0.0, found['ttl_left_s']):.0f} s"))
+    for e in found["engines"]:
+        told = [f"engine-{e['slot']}", e.get("duty"), e["state"]]
+        told += [f"version {e['version']}" if e.get("version") is not None else None]
+        told += [f"process {e['pid']}" if e["pid"] is not None else None]
+        told += [f"restarts {e['restarts']}" if e.get("restarts") else None, e.get("reason")]
+        lines.append(_line("engine", "  ".join(str(t) for t in told if t)))
+    return lines
+
+
+def _line(name: str, text: Any) -> str:
+    return f"{name:<11}{text}"
+
+
+def _dead(of: dict[str, Any]) -> str:
+    return {True: "", False: " (dead)", None: " (another host)"}[of["alive"]]
+
+
+def list_sessions() -> list[dict[str, Any]]:
+    """All sessions of this user on this machine; unreadable ones with the reason."""
+    found = []
+    for session in SessionFolder.all():
+        try:
+            found.append(status(Target.of(session.id)))
+        except SessionUnreadable as e:
+            found.append({"session": session.id, "state": f"unreadable: {e}"})
+    return found
+
+
+def main_status(target: Target | None, as_json: bool) -> int:
+    """`torchtitan status`; None: all sessions. Raises SessionUnreadable."""
+    if target is not None:
+        found = status(target)
+        print(json.dumps(found, indent=1) if as_json else "\n".join(show(found)))
+        return ExitCode.DONE
+    sessions = list_sessions()
+    if as_json:
+        print(json.dumps(sessions, indent=1))
+    elif not sessions:
+        print("no serving session of this user on this machine")
+    for each in [] if as_json else sessions:
+        print(f"{each['session']:<32}{each['state']:<24}{each.get('run_folder') or ''}")
+    return ExitCode.DONE
+
+
+# Stop -----------------------------------------------------------------------------------------
+
+
+def main_stop(target: Target) -> int:
+    """`torchtitan stop`: end a running job as Ctrl-C does, then what is left of its session. Says
+    what it did. Again: nothing to do. Raises SessionUnreadable."""
+    told = _stop_job(target)
+    ended = asyncio.run(end_session(target.session, target.cleanup_timeout_s))
+    if ended.serving or ended.engines:
+        serving = "its serving role and " if ended.serving else ""
+        told.append(f"session {target.session.id}: ended {serving}{ended.engines} engines")
+    for line in told or [f"session {target.session.id}: nothing is running"]:
+        print(line)
+    if ended.left:
+        print("still alive: " + ", ".join(f"process {p.pid}" for p in ended.left))
+        return ExitCode.FAILED
+    return ExitCode.DONE
+
+
+def _stop_job(target: Target) -> list[str]:
+    supervisor = _supervisor(target)
+    if supervisor is None:
+        return []
+    for signum, limit_s in (
+        (signal.SIGINT, target.cleanup_timeout_s + HURRY_S),
+        (signal.SIGINT, HURRY_S),  # no more grace
+        (signal.SIGKILL, HURRY_S),
+    ):
+        process.kill(supervisor, signum)
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            if not supervisor.alive():
+                return [f"ended the job (process {supervisor.pid})"]
+            time.sleep(0.05)
+    return [f"the job (process {supervisor.pid}) is still alive"]
+
+
+def _supervisor(target: Target) -> ProcessId | None:
+    """The living `torchtitan run`, by pid and start time. Raises SessionUnreadable for one of
+    another host."""
+    record = target.session.read()
+    owner = record.owner if record is not None and not record.by_hand else None
+    if owner is not None and owner.alive() is None:
+        raise SessionUnreadable(f"session {target.session.id} belongs to {owner}: stop it there")
+    if owner is not None and owner.alive():
+        return owner.id
+    role = target.run_folder.role(SUPERVISOR) if target.run_folder is not None else None
+    if role is None:
+        return None
+    here = HostProcess(role.pid, role.start_time, role.host)
+    return here.id if here.alive() else None
