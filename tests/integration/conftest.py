@@ -90,9 +90,9 @@ class ServingRole:
     def log(self) -> str:
         return (self.folder.path / "role.log").read_text()
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = self.folder.events.read_text().splitlines()
-        return [e for e in map(json.loads, lines) if e["kind"] == kind]
+        return [e for e in map(json.loads, lines) if kind in (None, e["kind"])]
 
 
 def fake_engine_program(folder: Path) -> str:

@@ -1,4 +1,5 @@
-"""A serving role that was killed: the next one takes its engines over. Fake engines, real roles."""
+"""A serving role that was killed: the next one takes its engines over. And one whose engines are
+beyond help. Fake engines, real roles."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import pytest
 from conftest import ServingRole, fake_engine_program, start_serving
 from safetensors.numpy import load_file, save_file
 
+from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
@@ -269,3 +271,23 @@ def test_unreadable_records_end_the_role_with_what_to_do(tmp_path: Path) -> None
         with pytest.raises(AssertionError, match=r"engines\.json cannot be read"):
             run.start()
         run.records.write_bytes(whole)
+
+
+@pytest.mark.row("C12")
+@pytest.mark.scenario("W-4")
+def test_a_role_whose_engines_are_all_beyond_help_ends_with_the_cause(tmp_path: Path) -> None:
+    """Both are killed and replacements die at once: an exit code, the log, no endless wait."""
+    with run_in(tmp_path) as run:
+        role = run.started(engine_max_restarts=2)
+        weights = sorted(p for p in (tmp_path / "weights").rglob("*") if p.is_file())
+        broken = "#!/bin/sh\necho no device is left\nexit 5\n"
+        (tmp_path / "fake-python").write_text(broken)
+        for engine in role.engines():
+            os.kill(engine["pid"], signal.SIGKILL)
+        assert role.process.wait(20) == ExitCode.FAILED
+        text = role.log()
+        assert "0 of 2 engines are left" in text
+        assert "exit code 5 while starting" in text
+        assert "no device is left" in text
+        assert "attempt_2.log" in text
+        assert sorted(p for p in (tmp_path / "weights").rglob("*") if p.is_file()) == weights

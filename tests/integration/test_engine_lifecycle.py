@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from policies import tiny_model, token_of, write_policy
 from serving_pool import Pool, open_pool
+from tombstone import Tombstone
 
 from torchtitan_rl_ft.host.footprint import IPC_PREFIXES, SHM
 from torchtitan_rl_ft.serving.deregistration import DeregistrationFailed
 from torchtitan_rl_ft.serving.engine import Engine
+from torchtitan_rl_ft.serving.engine_client import EngineUnreachable
+from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.pool import PoolFailed
 
 
@@ -257,34 +260,6 @@ async def test_only_empty_slots_are_refilled(tmp_path: Path, model: Path) -> Non
 # The retired engine ---------------------------------------------------------------------------
 
 
-class Tombstone:
-    """Listens at the address of a dead engine and counts who comes."""
-
-    def __init__(self, url: str) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        host, port = url.removeprefix("http://").split(":")
-        self._socket.bind((host, int(port)))
-        self._socket.listen()
-        self.visits: list[bytes] = []
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                visitor, _ = self._socket.accept()
-            except OSError:
-                return
-            with visitor:
-                self.visits.append(visitor.recv(4096))
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-
-
 @contextlib.asynccontextmanager
 async def traffic(pool: Pool) -> AsyncIterator[list]:
     """Groups from eight callers without a pause."""
@@ -337,22 +312,65 @@ async def test_nothing_is_sent_to_the_address_of_a_retired_engine(
         assert {v for s in samples for v in s.versions} == {1, 2, 3}
 
 
-async def test_an_answer_of_a_retired_engine_is_not_used(tmp_path: Path, model: Path) -> None:
+@pytest.mark.scenario("Z-3")
+async def test_a_new_engine_at_the_address_of_a_dead_one_is_another(
+    tmp_path: Path, model: Path
+) -> None:
+    """It gets traffic, and nothing of the dead one's is counted for it."""
     start = [{"token_s": 0.05}]
     async with open_pool(tmp_path, model, faults={0: start, 1: start}) as pool:
         await pool.publish(0)
         old = engine(pool, 1)
-        asked = asyncio.create_task(
-            old.client.generate([3, 4], 1, {"max_new_tokens": 4, "ignore_eos": True}, None, 5.0)
-        )
-        await asyncio.sleep(0.05)
-        progress = old.history.progress_mono_s
-        old.client.fence()
-        with pytest.raises(Exception, match="this engine is retired"):
+        port, prepare = old.client.url.rsplit(":", 1)[1], pool.launcher.prepare
+
+        def at_the_same_address(slot: int) -> Launch:
+            launch = prepare(slot)
+            nodes = [
+                [f"--port={port}" if a.startswith("--port=") else a for a in node]
+                for node in launch.nodes
+            ]
+            return replace(launch, nodes=tuple(nodes), url=old.client.url)
+
+        pool.launcher.prepare = at_the_same_address
+        asking = [asyncio.create_task(pool.generate(f"g{i}", n=1)) for i in range(10)]
+        await asyncio.sleep(0.15)
+        assert old.in_flight == 5
+        kill(pool, 1)
+        samples = [s for group in await asyncio.gather(*asking) for s in group]
+        assert [len(s.output_ids) for s in samples] == [8] * 10
+        await pool.until(lambda: pool.moves(1)[-1] == "serving")
+        new = engine(pool, 1)
+        assert new is not old
+        assert new.client.url == old.client.url
+        assert (old.in_flight, new.in_flight, new.state) == (0, 0, "serving")
+        groups = await asyncio.gather(*(pool.generate(f"h{i}") for i in range(4)))
+        assert {s.engine for g in groups for s in g} == {"engine-0", "engine-1"}
+        assert new.in_flight == 0
+
+
+@pytest.mark.scenario("Z-3")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_of_a_retired_engine_is_not_used(
+    tmp_path: Path, model: Path, stream: bool
+) -> None:
+    start = [{"token_s": 0.05}]
+    async with open_pool(tmp_path, model, engines=1, faults={0: start}) as pool:
+        await pool.publish(0)
+        client = engine(pool, 0).client
+        sampling = {"max_new_tokens": 16, "ignore_eos": True}
+        body = {"input_ids": [3, 4], "sampling_params": sampling, "stream": stream}
+        body |= {"return_logprob": True, "rid": "late"}
+        taken: list[Any] = []
+        asked = asyncio.create_task(client.generate(body, taken.append, 5.0))
+        await asyncio.sleep(0.6 if stream else 0.1)
+        client.fence()
+        before = len(taken)
+        assert (before > 0) is stream
+        with pytest.raises(EngineUnreachable, match="this engine is retired"):
             await asked
-        with pytest.raises(Exception, match="this engine is retired"):
-            await old.client.model_info(1.0)
-        assert old.history.progress_mono_s == progress
+        assert len(taken) == before
+        with pytest.raises(EngineUnreachable, match="this engine is retired"):
+            await client.model_info(1.0)
 
 
 @pytest.mark.row("B7")

@@ -22,6 +22,7 @@ import pytest
 import transcript
 from conftest import FAKES, TOKEN, ServingRole, serving_role, start_serving
 from policies import tiny_model, token_of, write_policy
+from tombstone import Tombstone
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.footprint import IPC_PREFIXES, SHM
@@ -270,11 +271,15 @@ def running_requests(role: ServingRole) -> int:
 
 
 @pytest.mark.row("B9")
+@pytest.mark.row("C2")
+@pytest.mark.row("C3")
 @pytest.mark.row("C4")
 @pytest.mark.row("C7")
+@pytest.mark.row("D1")
+@pytest.mark.scenario("V-1")
 def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingRole) -> None:
     first, second = real_serving.engines()
-    version = real_serving.status()["version"]
+    before = real_serving.status()["version"]
     victims = tree_of(second["pid"])
     with ThreadPoolExecutor(16) as threads:
         asked = [
@@ -286,18 +291,48 @@ def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingR
         killed = time.monotonic()
         real_serving.until(lambda: real_serving.engines()[1]["state"] != "serving", 5)
         assert time.monotonic() - killed < 1.0
+        real_serving.until(lambda: exits_of(real_serving, second["pid"]) != [], 10)
+        tombstone = Tombstone(second["url"])
         samples = [s for future in asked for s in future.result()]
     assert len(samples) == 64
     assert all(len(s["output_ids"]) == 480 for s in samples)
+    # Versions that are published while the new one boots, requests, and a check of all engines.
+    for step in (7, 8):
+        assert real_serving.publish(step, scale=1 + step / 100, wait="first")["installed"] == [0]
+        assert {s["engine"] for s in real_serving.generate(f"beside-{step}")} == {"engine-0"}
+    real_serving.client.post("/v1/check", {"timeout_s": 5}, deadline_s=10)
+    version = real_serving.status()["version"]
     real_serving.until_served(version)
+    tombstone.close()
+    assert tombstone.visits == []
     now_first, now_second = real_serving.engines()
     assert (now_first["pid"], now_first["url"]) == (first["pid"], first["url"])
     assert now_second["pid"] != second["pid"]
     assert now_second["restarts"] == 1
     assert not living(victims)
-    exits = [e for e in real_serving.events("exit") if e["data"]["pid"] == second["pid"]]
-    assert exits[0]["data"]["signal"] == signal.SIGKILL
-    assert exits[0]["data"]["last_lines"]
+    [exit_event] = exits_of(real_serving, second["pid"])
+    assert exit_event["data"]["signal"] == signal.SIGKILL
+    assert exit_event["data"]["last_lines"]
+    # Dead, forgotten, started, up, installed at the newest version, proved, only then serving.
+    assert version == before + 2
+    life = [e for e in real_serving.events() if e.get("data", {}).get("subject") == "engine-1"]
+    life = life[life.index(exit_event) :]
+    order = [(e["kind"], e["data"].get("new"), e.get("version")) for e in life]
+    assert [o for o in order if o[0] in ("exit", "spawn", "ready", "install", "transition")] == [
+        ("exit", None, None),
+        ("spawn", None, None),
+        ("ready", None, None),
+        ("transition", "stale", None),
+        ("transition", "installing", None),
+        ("install", None, version),
+        ("transition", "serving", version),
+    ]
+    info = httpx.get(now_second["url"] + "/model_info").json()
+    assert info["weight_version"] == str(version)
+
+
+def exits_of(role: ServingRole, pid: int) -> list[dict]:
+    return [e for e in role.events("exit") if e["data"]["pid"] == pid]
 
 
 @pytest.mark.row("B1")
