@@ -45,20 +45,23 @@ _POLL_S = 0.05
 _NEVER_KEPT = (ExitCode.DONE, ExitCode.CONFIG, ExitCode.NUMERIC)
 
 
+def retain_ttl_s(resolved: Resolved) -> float:
+    """How long an unowned session is kept; in a debug mode it ends with its job."""
+    rollout = resolved.sections.rollout
+    return rollout.retain_ttl if debug_mode(rollout) is DebugMode.NONE else 0.0
+
+
 def claim_of(resolved: Resolved, owner: Owner) -> Claim:
     identity = identify(resolved)
-    return Claim(
-        owner, identity.id, identity.rule, frozen(resolved), resolved.sections.rollout.retain_ttl
-    )
+    return Claim(owner, identity.id, identity.rule, frozen(resolved), retain_ttl_s(resolved))
 
 
 def kept_after(exit_code: int, resolved: Resolved) -> bool:
     """Whether serving and engines stay for another job after such an end. Pure."""
-    rollout = resolved.sections.rollout
-    if rollout.retain_ttl <= 0 or debug_mode(rollout) is not DebugMode.NONE:
+    if retain_ttl_s(resolved) <= 0:
         return False
     if exit_code == ExitCode.INTERRUPTED:
-        return rollout.keep_serving
+        return resolved.sections.rollout.keep_serving
     return exit_code not in _NEVER_KEPT
 
 
@@ -73,7 +76,7 @@ class Session:
 
     @property
     def outlives_job(self) -> bool:
-        return self._resolved.sections.rollout.retain_ttl > 0
+        return retain_ttl_s(self._resolved) > 0
 
     def take_over(self) -> None:
         """Attach to what an earlier job has left. A serving role that is dead, or does not
