@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
 from policies import tiny_model, token_of, write_policy
@@ -37,6 +39,15 @@ class Owner:
     def start(self) -> None:
         argv = [sys.executable, str(FAKE), "--model-path", str(self._model)]
         self.process = subprocess.Popen([*argv, "--port", str(self._port)], start_new_session=True)
+
+    async def until_up(self) -> None:
+        async with aiohttp.ClientSession() as http:
+            for _ in range(1500):
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.get(self.url + "/health"):
+                        return
+                await asyncio.sleep(0.02)
+        raise AssertionError(f"{self.url} does not come up")
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -145,7 +156,8 @@ async def test_an_address_that_never_answers_ends_the_pool_when_the_floor_needs_
     tmp_path: Path, model: Path, owners: list[Owner]
 ) -> None:
     owners[0].start()
-    limits = {**FAST, "engine_start_timeout_s": 1.0}
+    await owners[0].until_up()
+    limits = {**FAST, "engine_start_timeout_s": 1.5}
     urls = [o.url for o in owners]
     async with open_pool(tmp_path, model, external_urls=urls, **limits) as pool:
         watch = asyncio.create_task(pool.service.run_until_failed())
@@ -162,7 +174,7 @@ async def test_an_address_that_never_answers_ends_the_pool_when_the_floor_needs_
                 await watch
         assert time.monotonic() - began > 1.0
         assert "0 of 2 engines are left, rollout.min_engines is 1: external-" in str(failure.value)
-        assert "rollout.external_urls) did not answer; 1 s are over" in str(failure.value)
+        assert "rollout.external_urls) did not answer; 1.5 s are over" in str(failure.value)
 
 
 async def test_externals_beside_engines_of_ours(
