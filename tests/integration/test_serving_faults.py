@@ -172,25 +172,6 @@ async def test_an_update_that_did_not_happen_never_serves(
         ]
 
 
-@pytest.mark.row("D4")
-@pytest.mark.scenario("W-1")
-@pytest.mark.parametrize("fault", [{"die_at": "sync"}, {"freeze_at": "sync"}, {"sync_status": 500}])
-async def test_an_engine_lost_in_an_update_holds_nobody_up(
-    tmp_path: Path, model: Path, fault: dict
-) -> None:
-    async with open_pool(tmp_path, model, install_timeout_s=1.0, engines=3) as pool:
-        await pool.publish(0)
-        for step in (1, 2):
-            await pool.fault(1, **fault)
-            start = time.monotonic()
-            version, slots = await pool.publish(step, scale=1 + step / 10, deadline_s=8.0)
-            assert {0, 2} <= set(slots)
-            assert time.monotonic() - start < 1.0 * 2 + 5.0
-            await pool.until(lambda v=version: serving(pool, v, 3))
-        if "sync_status" in fault:
-            assert "Internal Server Error" in pool.seen("fault", subject="engine-1")[0]["cause"]
-
-
 # Deaths ---------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,8 @@ async def test_the_others_wait_for_no_limit_when_one_is_lost(
             assert version == step + 1 and {0, 2} <= set(installed)
             assert (await pool.generate())[0].versions == [version] * 8
             await pool.until(lambda v=version: serving(pool, v, 3))
+        if "sync_status" in fault:
+            assert "Internal Server Error" in pool.seen("fault", subject="engine-1")[0]["cause"]
 
 
 def slots_at(pool: Pool, version: int) -> set[int]:
