@@ -351,7 +351,7 @@ class RoleKeeper:
         process.reap_adopted(c.pid for c in self._children.values())
         for name in ending:
             self._folder.unregister(name)
-        return _with_leftovers(outcome, cleanup, self._footprint.leftovers(), kept)
+        return with_leftovers(outcome, cleanup, self._footprint.leftovers(), kept)
 
     def _present(self) -> set[ProcessId]:
         return {*process.descendants(), *self._session.processes()}
@@ -376,7 +376,7 @@ class RoleKeeper:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _with_leftovers(outcome: Outcome, cleanup: Cleanup, left: Sequence[str], kept: bool) -> Outcome:
+def with_leftovers(outcome: Outcome, cleanup: Cleanup, left: Sequence[str], kept: bool) -> Outcome:
     """The run's own error comes first; what went wrong in the clean-up counts when there is
     none."""
     exit_code, cause, detail = outcome.exit_code, outcome.cause, list(outcome.detail)
