@@ -232,7 +232,8 @@ class FakeEngine(Generation):
             self.worker.send(signal.SIGKILL)
         if "freeze" in given:
             self.worker.send(signal.SIGSTOP if given["freeze"] else signal.SIGCONT)
-        return web.json_response({"boot": self.boot, "requests": self.requests})
+        shown = {"boot": self.boot, "requests": self.requests, "running": self.running}
+        return web.json_response(shown)
 
     async def log(self, request: web.Request) -> web.Response:
         """Every call so far: (monotonic seconds, path)."""

