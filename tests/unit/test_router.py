@@ -196,6 +196,20 @@ async def test_aborted_samples_go_on_and_avoid_nobody() -> None:
     assert bench.counts == (0, 4)
 
 
+async def test_aborts_that_leave_tokens_are_not_counted() -> None:
+    """A long sample lives through many publishes."""
+
+    async def aborts(engine: ScriptedEngine, body: dict[str, Any], take: Take) -> None:
+        say(engine, body, take, 0, 0, 1, ABORT)
+
+    bench = Bench(aborts)
+    [sample] = await bench.generate(n=1, max_new_tokens=2 * MAX_ABORTS)
+    assert sample.output_ids == whole(1, 2 * MAX_ABORTS)
+    assert bench.counts == (0, 2 * MAX_ABORTS - 1)
+    with pytest.raises(RequestFailed, match=f"0 failures and {MAX_ABORTS} aborts"):
+        await bench.generate(n=1, stop=["END"], max_new_tokens=2 * MAX_ABORTS)
+
+
 async def test_aborts_are_bounded() -> None:
     async def aborts(engine: ScriptedEngine, body: dict[str, Any], take: Take) -> None:
         say(engine, body, take, 0, 0, 0, ABORT)

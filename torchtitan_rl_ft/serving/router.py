@@ -27,7 +27,7 @@ from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
 
 MAX_FAILURES = 4
 MAX_ABORTS = 16
-"""In pause mode `abort` every publish aborts."""
+"""Of those that leave no token. In pause mode `abort` every publish aborts."""
 
 RETRIED_STATUSES = frozenset({408, 429})
 """Client errors that speak of the engine's load, not of the request."""
@@ -133,10 +133,15 @@ class Router:
             if engine is None:
                 break
             legs = [Leg(work.drafts[i], engine.name, engine.version or 0) for i in work.missing]
-            await self._attempt(engine, work, legs, end)
+            failed = await self._attempt(engine, work, legs, end)
             self._settle(work, legs, self._stops[engine.group.name])
             if not work.missing:
                 return
+            if failed:
+                work.failures += 1
+                work.avoid.add(engine.slot)
+            elif not any(leg.tokens for leg in legs):
+                work.aborts += 1
             self._events.emit(
                 Kind.MOVE,
                 cause=work.fault,
@@ -152,8 +157,9 @@ class Router:
             tried=work.failures + work.aborts > 0,
         )
 
-    async def _attempt(self, engine: Way, work: Work, legs: Sequence[Leg], end: float) -> None:
-        """Have one engine carry on with what is missing. Raises RequestRejected."""
+    async def _attempt(self, engine: Way, work: Work, legs: Sequence[Leg], end: float) -> bool:
+        """Have one engine carry on with what is missing; whether it failed. Raises
+        RequestRejected."""
         body = request_body(work.request, work.drafts, work.missing, self._interval_tokens)
         try:
             await self._ask(engine, body, legs, end)
@@ -169,11 +175,9 @@ class Router:
             work.fault = str(e)
             self._doubt(engine, e, end)
         else:
-            work.aborts += bool(work.missing)
             work.fault = f"{engine.name} aborted the request"
-            return
-        work.failures += 1
-        work.avoid.add(engine.slot)
+            return False
+        return True
 
     async def _pick(self, work: Work, end: float) -> Way | None:
         """Wait until an engine of the group holds what it should; None at the deadline. The
