@@ -97,6 +97,7 @@ def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
         "serving": {**_process(record.serving), "url": record.serving.url},
         "admission": None if answer is None else answer.get("admission"),
         "version": None if answer is None else answer.get("version"),
+        "gateway": None if answer is None else answer.get("gateway"),
         "retain_ttl_s": record.retain_ttl_s,
         "ttl_left_s": left_s,
         "engines": _recorded(folder) if answer is None else answer.get("engines", []),
@@ -189,6 +190,9 @@ def _session_lines(found: dict[str, Any]) -> list[str]:
         lines.append(_line("admission", found["admission"]))
     if found["ttl_left_s"] is not None:
         lines.append(_line("ends in", f"{max(0.0, found['ttl_left_s']):.0f} s"))
+    if (gateway := found["gateway"]) is not None:
+        told = f"process {gateway['pid']}" if gateway["pid"] is not None else "down"
+        lines.append(_line("gateway", f"{told}, engines listed {len(gateway['listed'])}"))
     for e in found["engines"]:
         told = [f"engine-{e['slot']}", e.get("duty"), e["state"]]
         told += [f"version {e['version']}" if e.get("version") is not None else None]
