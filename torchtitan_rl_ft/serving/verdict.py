@@ -114,7 +114,8 @@ def judge(seen: Observation, limits: Limits) -> Verdict:
             return Verdict(Health.CHECK, "suspect")
         case EngineState.SERVING | EngineState.STANDBY:
             return _first_stage(seen, limits)
-    return Verdict(Health.UNWATCHED, f"{seen.state} engines are not probed")
+        case _:
+            return Verdict(Health.UNWATCHED, f"{seen.state} engines are not probed")
 
 
 def _within(spent_s: float, limit_s: float, why: str) -> Verdict:
