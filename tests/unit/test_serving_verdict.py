@@ -103,7 +103,7 @@ def test_after_a_check(
     assert reason in verdict.reason
 
 
-BEFORE = Figures(published_s=100.0, prefilled_tokens=40, cpu_s=5.0)
+BEFORE = Figures(published_s=100.0, prefilled_tokens=40, worked_s=5.0, detokenized=70)
 
 
 @pytest.mark.row("B8")
@@ -111,18 +111,22 @@ BEFORE = Figures(published_s=100.0, prefilled_tokens=40, cpu_s=5.0)
     ("after", "shown"),
     [
         # Inside one forward pass: nothing is published, a core is used.
-        (Figures(100.0, 40, 5.0 + 1.0), "inside one forward pass, 100% of a core"),
-        (Figures(100.0, 40, 5.0 + 1.01 * BUSY_SHARE), "inside one forward pass, 5% of a core"),
+        (Figures(100.0, 40, 5.0 + 1.0), "inside one forward pass, at work 100% of"),
+        (Figures(100.0, 40, 5.0 + 1.01 * BUSY_SHARE), "inside one forward pass, at work 5% of"),
         # Prompts are read, pass after pass; what our probes add does not count.
         (Figures(100.9, 2088, 5.9), "read 2048 prompt tokens in 1 s"),
         (Figures(100.9, 43, None), "read 3 prompt tokens"),
         (Figures(100.9, 42, 5.9), ""),
+        # Passes end and become text, too slowly for a message of the stream.
+        (Figures(100.9, 40, 5.5, 77), "7 runs of its detokenizer in 1 s"),
+        (Figures(100.9, 40, 5.5, 76), ""),
         # Hung, stopped, idle.
         (Figures(100.0, 40, 5.0), ""),
         (Figures(100.0, 40, 5.01), ""),
         (Figures(101.0, 40, 5.0), ""),
         # Passes end but their tokens do not arrive: the detokenizer hangs, or an idle loop polls.
-        (Figures(100.9, 40, 6.0), ""),
+        (Figures(100.9, 40, 6.0, 70), ""),
+        (Figures(100.9, 40, 6.0, None), ""),
         # Not on this machine, or the server does not answer either.
         (Figures(100.0, 40, None), ""),
         (None, ""),

@@ -119,6 +119,21 @@ async def wait_gone(target: ProcessId) -> int | None:
         os.close(fd)
 
 
+def scheduled(target: ProcessId) -> tuple[float, int] | None:
+    """Seconds that the main thread of a process has been on a CPU or waited for one, and how often
+    it got one. None when it is gone or the kernel does not tell (/proc/<pid>/schedstat).
+
+    A process at work beside many others, or stopped now and then, grows both; one that is stopped,
+    hung or idle neither."""
+    try:
+        on_ns, waited_ns, runs = Path(f"/proc/{target.pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    if not target.alive():
+        return None
+    return (int(on_ns) + int(waited_ns)) / 1e9, int(runs)
+
+
 def zombie_returncode(pid: int) -> int | None:
     """How a process ended that its parent has not collected yet: proc(5), `exit_code` in
     /proc/<pid>/stat. The kernel shows 0 when we may not know, so 0 counts as unknown."""

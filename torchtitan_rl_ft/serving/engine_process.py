@@ -22,7 +22,8 @@ from torchtitan_rl_ft.serving.launch import Launch
 WORKER_PREFIX = "sglang::"
 """SGLang's schedulers and detokenizers give themselves such titles."""
 
-SCHEDULER_PREFIX = "sglang::scheduler"
+SCHEDULER_PREFIX = WORKER_PREFIX + "scheduler"
+DETOKENIZER_PREFIX = WORKER_PREFIX + "detokenizer"
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,18 @@ class EngineProcess:
             for task in ends:
                 task.cancel()
 
-    def scheduler_cpu_s(self) -> float | None:
-        """CPU time that the schedulers have used, all together; None when none is found."""
-        used_s = []
+    def work(self) -> tuple[float | None, int | None]:
+        """Seconds that the schedulers have worked, or wanted to, and how often the detokenizer had
+        something to do; None when there is no such process here."""
+        schedulers, detokenizers = [], []
         for member in self.members:
-            if _title(member).startswith(SCHEDULER_PREFIX):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    times = psutil.Process(member.pid).cpu_times()
-                    used_s.append(times.user + times.system)
-        return sum(used_s) if used_s else None
+            title = _title(member)
+            if title.startswith(WORKER_PREFIX) and (done := process.scheduled(member)):
+                if title.startswith(SCHEDULER_PREFIX):
+                    schedulers.append(done[0])
+                elif title.startswith(DETOKENIZER_PREFIX):
+                    detokenizers.append(done[1])
+        return sum(schedulers) if schedulers else None, sum(detokenizers) if detokenizers else None
 
     def stopped(self) -> list[str]:
         """Processes that a signal has stopped."""

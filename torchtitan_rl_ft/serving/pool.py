@@ -21,7 +21,6 @@ from torchtitan_rl_ft.serving.pair import Server, pairs
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
 from torchtitan_rl_ft.serving.states import EngineState
-from torchtitan_rl_ft.serving.verdict import Health
 
 
 class PoolFailed(Exception):
@@ -156,8 +155,8 @@ class EnginePool:
         return len(engines), sorted(e.slot for e in engines if e.gone.is_set())
 
     async def _verdict(self, engine: Engine) -> None:
-        verdict = await self._shared.prober.check(engine)
-        if verdict.health is Health.DEAD:
+        await self._shared.prober.check(engine)
+        if engine.condemned:  # by this check or an earlier one
             await engine.gone.wait()
 
     def all_current(self, version: int) -> bool:

@@ -27,9 +27,13 @@ from torchtitan_rl_ft.serving.verdict import (
 REFUSED_DELAY_S = 5.0
 """A probe that is refused is repeated no later: silence needs patience, a refusal does not."""
 
+FIRST_FIGURES = 0.25
+"""When an engine in doubt is asked for its own figures: this share of the timeout after the first
+probe, which is late enough that a healthy one is not, and leaves time to see a change."""
+
 LONGEST_FIGURES_S = 5.0
-"""For an engine's own figures, asked for half-way through a check and, if they came, at its end: at
-most half the timeout, so that a server that is held up for a moment can answer."""
+"""Limit of the second ones, at most the timeout. They are asked for only if the first ones came: a
+server that is held up for a moment is not lost, and one that is stopped costs no more time."""
 
 
 class Prober:
@@ -172,12 +176,15 @@ class _Check:
     # What the engine shows of itself ------------------------------------------------------
 
     async def _first_figures(self) -> None:
-        """Once the engine is in doubt, and early enough to see a change until the deadline."""
-        await asyncio.sleep(self._limits.timeout_s / max(2, self._limits.failures))
-        self._before, self._before_mono_s = await self._figures(), self._clock()
+        timeout_s = self._limits.timeout_s
+        await asyncio.sleep(FIRST_FIGURES * timeout_s)
+        self._before = await self._figures((1 - FIRST_FIGURES) * timeout_s)
+        self._before_mono_s = self._clock()
 
     async def _conclude(self) -> Verdict:
-        after = await self._figures() if self._before is not None else None
+        after = None
+        if self._before is not None:
+            after = await self._figures(min(LONGEST_FIGURES_S, self._limits.timeout_s))
         now = self._clock()
         computing = computes(
             self._before, after, now - self._before_mono_s, probes=len(self._probes)
@@ -188,13 +195,12 @@ class _Check:
             return replace(verdict, reason=f"{verdict.reason}; stopped: {', '.join(stopped)}")
         return verdict
 
-    async def _figures(self) -> Figures | None:
-        limit_s = min(LONGEST_FIGURES_S, self._limits.timeout_s / 2)
+    async def _figures(self, limit_s: float) -> Figures | None:
         try:
             published_s, prefilled = await self._engine.client.load_figures(limit_s)
         except (EngineUnreachable, EngineRefused, AnswerInvalid):
             return None
-        return Figures(published_s, prefilled, self._engine.process.scheduler_cpu_s())
+        return Figures(published_s, prefilled, *self._engine.process.work())
 
 
 async def _wait_for(work: Coroutine[Any, Any, Any], timeout_s: float) -> None:

@@ -38,8 +38,11 @@ LONGEST_PASS_S = 300.0
 """SGLang's own limit for one forward pass (--watchdog-timeout): longer silence is no computing."""
 
 BUSY_SHARE = 0.05
-"""Share of a core that a scheduler at work uses at least: half-stopped by SIGSTOP and SIGCONT,
-beside three others on two cores, one in a long prefill had 0.2; an idle or hung one has 0.01."""
+"""Share of the time that a scheduler at work is on a CPU, or waits for one, at least. Stopped half
+of the time it is 0.5, however busy the machine; hung, stopped or idle it is below 0.01."""
+
+OWN_RUNS = 3
+"""Runs of the detokenizer that one probe may cause."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Figures:
 
     published_s: float  # Unix time of the scheduler's last load figures
     prefilled_tokens: int  # of prompts, since the start
-    cpu_s: float | None  # CPU time of its schedulers; None: not on this machine
+    worked_s: float | None  # its schedulers were on a CPU or waiting for one; None: not known
+    detokenized: int | None = None  # how often its detokenizer was at work; None: not known
 
 
 @dataclass(frozen=True)
@@ -148,18 +152,24 @@ def computes(before: Figures | None, after: Figures | None, elapsed_s: float, pr
     """How the engine's own figures, `elapsed_s` apart, show that it computes; empty when they do
     not. `probes`: prompt tokens that our probes may have added.
 
-    Either prompts are being read, pass after pass, or its scheduler uses a core inside one pass.
-    CPU time alone is no proof: a scheduler whose detokenizer hangs goes on generating tokens that
-    never arrive, and one without --sleep-on-idle polls; both finish passes.
+    Either prompts are being read, pass after pass; or its scheduler is at work inside one pass; or
+    passes end and their tokens are made text, too few yet for a message of the stream. Work alone
+    is no proof: a scheduler whose detokenizer hangs goes on generating tokens that never arrive,
+    and one without --sleep-on-idle polls; both finish passes.
     """
     if before is None or after is None:
         return ""
     prefilled = after.prefilled_tokens - before.prefilled_tokens
     if prefilled > probes:
         return f"read {prefilled} prompt tokens in {elapsed_s:.3g} s"
-    if after.published_s != before.published_s or before.cpu_s is None or after.cpu_s is None:
+    if before.worked_s is None or after.worked_s is None:
         return ""
-    used_s = after.cpu_s - before.cpu_s
-    if used_s < BUSY_SHARE * elapsed_s:
+    share = (after.worked_s - before.worked_s) / elapsed_s
+    if share < BUSY_SHARE:
         return ""
-    return f"its scheduler is inside one forward pass, {used_s / elapsed_s:.0%} of a core"
+    if after.published_s == before.published_s:
+        return f"its scheduler is inside one forward pass, at work {share:.0%} of the time"
+    detokenized = (after.detokenized or 0) - (before.detokenized or 0)
+    if detokenized > OWN_RUNS * probes:
+        return f"it generates slowly: {detokenized} runs of its detokenizer in {elapsed_s:.3g} s"
+    return ""
