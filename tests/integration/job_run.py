@@ -23,6 +23,7 @@ from torchtitan_rl_ft.journal.audit import Audit, audit
 from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.roles import status
 from torchtitan_rl_ft.roles.session import living_processes
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import SessionFolder, SessionRecord, SessionUnreadable
@@ -214,6 +215,18 @@ class Job:
         return subprocess.run(
             [*COMMAND, *words], env=self.env, capture_output=True, text=True, timeout=60
         )
+
+    def wait_for_session_state(self, state: str, within_s: float = 10.0) -> None:
+        """As `torchtitan status` calls it."""
+        end = time.monotonic() + within_s
+        while (found := self.session_state()) != state:
+            assert time.monotonic() < end, f"session is {found}, not {state}\n{self.story()}"
+            time.sleep(0.1)
+
+    def session_state(self) -> str:
+        assert self.session is not None, self.story()
+        record = self.session_record()
+        return status.state_of(record, answers=bool(record.serving.alive()))
 
     def wait_for_session_alone(self, within_s: float) -> None:
         """Until nothing of the job lives but its session."""

@@ -92,7 +92,7 @@ def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
     if owner is None and record.unowned_since_boot_s is not None:
         left_s = round(record.unowned_since_boot_s + record.retain_ttl_s - boot_s(), 1)
     return {
-        "state": _state(record, answer is not None),
+        "state": state_of(record, answers=answer is not None),
         "owner": None if owner is None else {"attempt": owner.attempt, **_process(owner)},
         "serving": {**_process(record.serving), "url": record.serving.url},
         "admission": None if answer is None else answer.get("admission"),
@@ -104,7 +104,7 @@ def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
     }
 
 
-def _state(record: SessionRecord, answers: bool) -> str:
+def state_of(record: SessionRecord, *, answers: bool) -> str:
     """In one word."""
     if record.serving.alive() is False:
         return "serving has died"
