@@ -31,6 +31,7 @@ from torchtitan_rl_ft.rollout import dump_writer
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings
 from torchtitan_rl_ft.rollout.dumps import (
     ModelIdentity,
+    Origin,
     check_dump,
     load_dump,
     make_dump,
@@ -95,7 +96,8 @@ async def test_a_loaded_batch_is_bitwise_the_live_one(tmp_path):
         live = host.journal.batch_bytes(host.journal.plan[step].batch_id)
         assert dump.batch.to_bytes() == live and dump.rollout_id == step
         assert dump.digest == host.journal.plan[step].digest == digest(live)
-        assert check_dump(path(tmp_path, step), step, MODEL) == dump.digest
+        assert check_dump(path(tmp_path, step), step, MODEL) == dump.origin
+        assert dump.origin.journal == host.journal.uuid
     assert [e["step"] for e in host.kinds("dump")] == [1, 2, 3]
 
 
@@ -137,7 +139,9 @@ def some_dump(folder: Path) -> Path:
     }
     batch = SealedBatch(1, arrays, {"reward/mean": 0.1 + 0.2})
     prompts = {1: {"text": "12>", "answer": "12", "epoch": 0, "index": 3}}
-    save_dump(path(folder, 1), make_dump(1, batch.to_bytes(), prompts, TOKENIZER, MODEL, 0))
+    payload = batch.to_bytes()
+    origin = Origin(1, digest(payload), "journal", MODEL, 0)
+    save_dump(path(folder, 1), make_dump(origin, payload, prompts, TOKENIZER))
     assert load_dump(path(folder, 1)).batch.to_bytes() == batch.to_bytes()
     return path(folder, 1)
 
@@ -377,6 +381,13 @@ async def test_dumps_of_two_runs_are_not_mixed(tmp_path):
     other = tmp_path / "other"
     (await run_steps(other, steps=3)).close()
     path(other, 1).rename(path(tmp_path, 2))
+    content = path(tmp_path, 2).read_bytes()
+    with pytest.raises(DumpInvalid, match="holds rollout 1, not 2"):
+        source(tmp_path, 2).check(MODEL)
+    path(other, 2).rename(path(tmp_path, 2))
+    with pytest.raises(DumpInvalid, match="2.safetensors is of another run than .*1.safetensors"):
+        source(tmp_path, 2).check(MODEL)
+    path(tmp_path, 2).write_bytes(content)  # unnoticed until its step
     trainers = Trainers(tmp_path / "again")
     replay = DumpReplay(trainers.ledger, source(tmp_path, 2), trainers.events)
     with pytest.raises(DumpInvalid, match="of another run"):

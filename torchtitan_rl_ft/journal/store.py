@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,6 +83,14 @@ class Journal(History):
         self._owner_lock = lock
         self.owner = db.take_over()
         super().__init__(db, events, wall_s)
+        self.uuid = self._meta("uuid") or self._named()
+
+    def _named(self) -> str:
+        """A name for this history, other than that of any other journal."""
+        name = secrets.token_hex(8)
+        with self._db.write() as db:
+            db.execute("INSERT INTO meta VALUES ('uuid', ?)", (name,))
+        return name
 
     @classmethod
     def open(

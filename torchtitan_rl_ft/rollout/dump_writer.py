@@ -16,7 +16,7 @@ from torchtitan_rl_ft.journal.dump_files import DumpInvalid, DumpWriteError
 from torchtitan_rl_ft.journal.errors import JournalStateError
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventSink, Kind
-from torchtitan_rl_ft.rollout.dumps import ModelIdentity, check_dump, make_dump, save_dump
+from torchtitan_rl_ft.rollout.dumps import ModelIdentity, Origin, check_dump, make_dump, save_dump
 
 MAX_BACKLOG = 4
 """Sealed batches that wait to be written before sealing waits for the disk."""
@@ -96,15 +96,12 @@ class DumpWriter:
         """Write the dump unless it is there; what the event says."""
         path, ref = self._settings.path(step), self._journal.plan[step]
         if not self._is_there(path, step, ref.digest):
-            dump = make_dump(
-                step,
-                self._journal.batch_bytes(ref.batch_id),
-                self._journal.prompts(ref.batch_id),
-                self._tokenizer,
-                self._settings.model,
-                self._settings.run_seed,
+            origin = Origin(
+                step, ref.digest, self._journal.uuid, self._settings.model, self._settings.run_seed
             )
-            save_dump(path, dump)
+            payload = self._journal.batch_bytes(ref.batch_id)
+            prompts = self._journal.prompts(ref.batch_id)
+            save_dump(path, make_dump(origin, payload, prompts, self._tokenizer))
         meta, samples, tokens = self._journal.batch_info(ref.batch_id)
         return {
             "path": str(path),
@@ -116,6 +113,6 @@ class DumpWriter:
 
     def _is_there(self, path: Path, step: int, digest: str) -> bool:
         try:
-            return check_dump(path, step, self._settings.model) == digest
+            return check_dump(path, step, self._settings.model).digest == digest
         except DumpInvalid:  # not there yet, or of another run
             return False

@@ -50,6 +50,29 @@ class ModelIdentity:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What a dump says of itself."""
+
+    rollout_id: int
+    """The step that the batch was sealed for."""
+
+    digest: str
+    """Of the sealed batch."""
+
+    journal: str
+    """Journal.uuid: dumps of one history have the same."""
+
+    model: ModelIdentity
+    run_seed: int
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Origin:
+        """Raises KeyError, TypeError."""
+        fields = {k: data[k] for k in cls.__dataclass_fields__}
+        return cls(**{**fields, "model": ModelIdentity(**fields["model"])})
+
+
+@dataclass(frozen=True)
 class DumpedSample:
     """One sample of a dump. Lists are per output token; `mask` is 1 where it is trained on."""
 
@@ -69,26 +92,20 @@ class DumpedSample:
 
 @dataclass(frozen=True)
 class RolloutDump:
-    """`rollout_id` is the step that the batch was sealed for; `prompts` are JSON by group."""
+    """`prompts` are JSON by group."""
 
-    rollout_id: int
     batch: SealedBatch
-    digest: str
     prompts: Mapping[int, dict[str, Any]]
     responses: list[str]
-    model: ModelIdentity
-    run_seed: int
+    origin: Origin
 
     @property
-    def path_free_head(self) -> dict[str, Any]:
-        return {
-            "rollout_id": self.rollout_id,
-            "batch_id": self.batch.batch_id,
-            "digest": self.digest,
-            "meta": self.batch.meta,
-            "model": asdict(self.model),
-            "run_seed": self.run_seed,
-        }
+    def digest(self) -> str:
+        return self.origin.digest
+
+    @property
+    def rollout_id(self) -> int:
+        return self.origin.rollout_id
 
     def samples(self) -> Iterator[DumpedSample]:
         """In the order of the batch; a sample's index is its place in it."""
@@ -103,7 +120,7 @@ class RolloutDump:
                 index=i,
                 group_id=group_id,
                 prompt=prompt,
-                seed=sample_seed(self.run_seed, prompt["epoch"], prompt["index"], n),
+                seed=sample_seed(self.origin.run_seed, prompt["epoch"], prompt["index"], n),
                 prompt_ids=a["tokens"][start:answer].tolist(),
                 output_ids=a["tokens"][answer:end].tolist(),
                 logprobs=a["logprobs"][answer:end].tolist(),
@@ -116,15 +133,10 @@ class RolloutDump:
 
 
 def make_dump(
-    rollout_id: int,
-    payload: bytes,
-    prompts: Mapping[int, dict[str, Any]],
-    tokenizer: Tokenizer,
-    model: ModelIdentity,
-    run_seed: int,
+    origin: Origin, payload: bytes, prompts: Mapping[int, dict[str, Any]], tokenizer: Tokenizer
 ) -> RolloutDump:
     """Of the bytes of a sealed batch. Raises records.BatchCorrupt."""
-    batch = SealedBatch.from_bytes(payload)
+    batch = SealedBatch.from_bytes(payload, origin.digest)
     a = batch.arrays
     starts = a["sample_offsets"][:-1] + a["prompt_lens"]
     answers = [
@@ -132,14 +144,15 @@ def make_dump(
         for start, end in zip(starts, a["sample_offsets"][1:], strict=True)
     ]
     responses = tokenizer.decode_batch(answers, skip_special_tokens=True)
-    return RolloutDump(rollout_id, batch, digest(payload), prompts, responses, model, run_seed)
+    return RolloutDump(batch, prompts, responses, origin)
 
 
 def save_dump(path: Path, dump: RolloutDump) -> None:
     """Raises DumpWriteError."""
     groups = [{"group_id": i, "prompt": prompt} for i, prompt in dump.prompts.items()]
     texts = {_GROUPS: to_json_array(groups), _RESPONSES: to_json_array(dump.responses)}
-    write_dump(path, KIND, dump.path_free_head, {**dump.batch.arrays, **texts})
+    head = {**asdict(dump.origin), "batch_id": dump.batch.batch_id, "meta": dump.batch.meta}
+    write_dump(path, KIND, head, {**dump.batch.arrays, **texts})
 
 
 def load_dump(path: Path) -> RolloutDump:
@@ -151,15 +164,8 @@ def load_dump(path: Path) -> RolloutDump:
         if set(arrays) != set(ARRAYS):
             raise DumpInvalid(f"{path} is a dump of another format: it holds {sorted(arrays)}")
         batch = SealedBatch(head["batch_id"], arrays, head["meta"])
-        dump = RolloutDump(
-            head["rollout_id"],
-            batch,
-            head["digest"],
-            {int(g["group_id"]): g["prompt"] for g in groups},
-            responses,
-            ModelIdentity(**head["model"]),
-            head["run_seed"],
-        )
+        prompts = {int(g["group_id"]): g["prompt"] for g in groups}
+        dump = RolloutDump(batch, prompts, responses, Origin.from_json(head))
     except (KeyError, TypeError, ValueError) as e:
         raise DumpInvalid(f"{path} is no whole dump: {type(e).__name__}: {e}") from e
     if digest(batch.to_bytes()) != dump.digest:
@@ -167,20 +173,20 @@ def load_dump(path: Path) -> RolloutDump:
     return dump
 
 
-def check_dump(path: Path, rollout_id: int, model: ModelIdentity | None) -> str:
-    """The digest of the batch in a dump, by its head alone. Raises DumpInvalid when it is of
-    another rollout or, with `model`, of samples that this model cannot have made."""
+def check_dump(path: Path, rollout_id: int, model: ModelIdentity) -> Origin:
+    """Look at a dump's head alone. Raises DumpInvalid when it is of another rollout, or of samples
+    that `model` cannot have made."""
     head = read_head(path, KIND)
     try:
-        found, of, dumped = head["rollout_id"], ModelIdentity(**head["model"]), head["digest"]
+        origin = Origin.from_json(head)
     except (KeyError, TypeError) as e:
         raise DumpInvalid(f"{path} is no whole dump: {type(e).__name__}: {e}") from e
-    if found != rollout_id:
-        raise DumpInvalid(f"{path} holds rollout {found}, not {rollout_id}")
-    if model is not None and of != model:
-        differs = next(k for k, v in asdict(model).items() if getattr(of, k) != v)
+    if origin.rollout_id != rollout_id:
+        raise DumpInvalid(f"{path} holds rollout {origin.rollout_id}, not {rollout_id}")
+    if origin.model != model:
+        differs = next(k for k, v in asdict(model).items() if getattr(origin.model, k) != v)
         raise DumpInvalid(
-            f"{path} was sampled from another model: {differs} {getattr(of, differs)}, the "
-            f"model of this job has {getattr(model, differs)}"
+            f"{path} was sampled from another model: {differs} {getattr(origin.model, differs)}, "
+            f"the model of this job has {getattr(model, differs)}"
         )
-    return dumped
+    return origin

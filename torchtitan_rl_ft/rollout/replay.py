@@ -37,8 +37,9 @@ class DumpSource:
         return dump_path(self.template, self.run_folder, step)
 
     def check(self, model: ModelIdentity) -> None:
-        """Every dump is there, of its step, and of this model's vocabulary; contents are checked
-        when they are loaded. Raises DumpInvalid."""
+        """Every dump is there, of its step, of one run and of this model's vocabulary; contents are
+        checked when they are loaded. Raises DumpInvalid."""
+        journals = set()
         for step in range(1, self.total_steps + 1):
             if not self.path(step).exists():
                 raise DumpInvalid(
@@ -46,7 +47,9 @@ class DumpSource:
                     "set rollout.load_debug_rollout_data to the dumps' template"
                     + (f", or training.steps to {step - 1}" if step > 1 else "")
                 )
-            check_dump(self.path(step), step, model)
+            journals.add(check_dump(self.path(step), step, model).journal)
+            if len(journals) > 1:
+                raise DumpInvalid(f"{self.path(step)} is of another run than {self.path(1)}")
 
 
 class DumpReplay:
