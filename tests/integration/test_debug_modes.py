@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.store import Journal, NewGroup
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.rollout.dumps import load_dump
-from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.session_folder import ServingAt, SessionFolder, SessionRecord
 from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
 
@@ -43,8 +41,7 @@ class Beside:
     @classmethod
     def of(cls, job: Job) -> Beside:
         session = SessionFolder("kept", job.state / "torchtitan_rl_ft" / "sessions")
-        me = ProcessId.current()
-        serving = ServingAt(me.pid, me.start_time, socket.gethostname(), "http://127.0.0.1:1", "")
+        serving = ServingAt(4_000_000, 1.0, "another-host", "http://127.0.0.1:1", "")
         session.write(SessionRecord("kept", "rollout.session_id", serving, retain_ttl_s=3600.0))
         folder = job.folder.path.parent / "earlier" / "journal"
         with Journal.open(folder, events=EventList()) as journal:
