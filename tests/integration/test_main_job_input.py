@@ -35,9 +35,14 @@ def model(tmp_path) -> Path:
 
 
 def failed(job: Job, code: ExitCode, timeout_s: float = 60.0) -> str:
-    """The job's one error; it must have ended with `code` and left nothing."""
+    """The job's one error; it must have ended with `code` and left nothing, but for the session
+    of a job that was at work: that goes with `torchtitan stop`."""
     assert job.end(timeout_s=timeout_s) == code, job.story()
     assert "Traceback" not in job.err()
+    if code == ExitCode.FAILED and job.session is not None:
+        job.wait_for_session_alone(within_s=5)
+        assert f"serving session {job.session.id} is kept for" in job.err()
+        assert job.command("stop", job.session.id).returncode == ExitCode.DONE
     assert job.left() == [] and job.folder.roles() == []
     (error,) = job.error_lines()
     return error

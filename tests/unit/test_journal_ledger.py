@@ -210,6 +210,34 @@ def test_after_a_rewind_the_tip_is_published_anew(run: Run) -> None:
     assert run.ledger.duty(B, PUBLISH, after(first))[0]
 
 
+@pytest.mark.row("D7")
+@pytest.mark.scenario("W-2")
+def test_a_new_owner_of_serving_has_the_tip_published_again(run: Run) -> None:
+    """Once for each owner, whatever the journal says of earlier ones; by one holder."""
+    seal(run.journal)
+    tip = after(run.commit(A))
+    run.ledger.duty_done(A, PUBLISH, tip, {"version": 2})
+    assert run.ledger.next_now(1, "a") is None
+    run.dead.add("a")
+    run.reopen()
+    run.ledger.attach(B)
+    run.ledger.attach(C)
+    run.ledger.live(B, tip, "waiting")
+    run.ledger.live(C, tip, "waiting")
+    assert run.ledger.next_now(1, "b") is None  # served already, as far as the journal knows
+
+    run.ledger.publish_awaited("job-2")
+    assert run.ledger.next_now(1, "b") == {"status": "waiting", "duties": [PUBLISH]}
+    assert run.ledger.duty(B, PUBLISH, tip)[0]
+    assert run.ledger.duty(C, PUBLISH, tip) == (False, "held by b")
+    run.ledger.publish_awaited("job-2")  # told again meanwhile
+    run.ledger.duty_done(B, PUBLISH, tip, {"version": 3})
+    run.ledger.publish_awaited("job-2")  # an answer that was late
+    assert run.ledger.duty(B, PUBLISH, tip) == (False, "done")
+    run.ledger.publish_awaited("job-3")
+    assert run.ledger.duty(B, PUBLISH, tip)[0]
+
+
 @pytest.mark.row("E7")
 def test_a_durable_checkpoint_frees_what_the_oldest_complete_one_covers(tmp_path: Path) -> None:
     gone: set[str] = set()

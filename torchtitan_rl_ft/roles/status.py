@@ -41,9 +41,9 @@ class Target:
     """What was named: a session, a run folder, or both."""
 
     session: SessionFolder
-    run_folder: RunFolder | None = None
-    rule: str = ""
-    cleanup_timeout_s: float = CLEANUP_TIMEOUT_S
+    run_folder: RunFolder | None
+    rule: str
+    cleanup_timeout_s: float
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -57,14 +57,23 @@ class Target:
                 f"{name} is neither a run folder nor a session of this machine (sessions: {known})"
             )
         record = session.read()
-        folder = RunFolder(record.run_folder) if record is not None else None
-        return cls(session, folder, record.rule if record is not None else "")
+        if record is None or not record.run_folder:
+            return cls(session, None, record.rule if record is not None else "", CLEANUP_TIMEOUT_S)
+        folder = RunFolder(record.run_folder)
+        return cls(session, folder, record.rule, _cleanup_timeout_s(folder))
 
     @classmethod
     def of_job(cls, job: Resolved) -> Target:
         identity = identify(job)
         limit_s = job.sections.rollout.cleanup_timeout
         return cls(SessionFolder(identity.id), job.run_folder, identity.rule, limit_s)
+
+
+def _cleanup_timeout_s(folder: RunFolder) -> float:
+    """Of the job that ran in `folder`."""
+    if not folder.resolved_config.exists():
+        return CLEANUP_TIMEOUT_S
+    return Resolved.read(folder.path).sections.rollout.cleanup_timeout
 
 
 # Status ---------------------------------------------------------------------------------------
