@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,40 @@ def test_a_serving_role_that_hangs_is_replaced(job):
     check_nothing(job)
 
 
+@pytest.mark.row("F6")
+@pytest.mark.row("D6")
+def test_what_the_dead_trainer_left_unfinished_holds_nobody_up(job):
+    """It died in a publish that an engine, which hangs, would never have finished. The successor
+    attaches at once, its first publish goes through, the other engine stays."""
+    install_s = 3.0
+    job.start("--rollout.install_timeout_s", str(install_s)).up()
+    assert job.publish(0) == 1
+    hung, healthy = job.engines()
+    frozen = process.freeze([hung])
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            publishing = threads.submit(job.publish, 1, deadline_s=60)
+            job.wait_event(Kind.PUBLISH, n=2)
+            job.kill()
+            started_s = time.monotonic()
+            job.start(GO_ON, "--rollout.install_timeout_s", str(install_s))
+            job.wait_for(lambda: phases(job).count("attach") == 2, "the second owner", 20)
+            attached_s = time.monotonic() - started_s
+            assert job.publish(2, wait="first", deadline_s=10) == 3
+            publishing.result(40)
+        job.up()
+        job.wait_for(lambda: job.status()["engines"][0]["version"] == 3, "the replacement", 40)
+        assert job.engines()[1] == healthy and job.engines()[0] != hung
+        assert not any(p.alive() for p in frozen)
+        print(f"attached {attached_s:.1f} s after the start of the command")
+        assert attached_s < 10
+    finally:
+        for member in frozen:
+            process.kill(member)
+    assert job.finish(0) == ExitCode.DONE, job.story()
+    check_nothing(job)
+
+
 @pytest.mark.scenario("Z-1")
 @pytest.mark.parametrize("keep", [(), ("--keep-serving",)], ids=["plain", "keep-serving"])
 def test_interrupted(job, keep):
@@ -321,3 +356,7 @@ def test_nothing_is_kept_for_no_time(job, end):
         assert "is kept" not in job.err()
         assert job.left() == []
     check_nothing(job, within_s=5)
+
+
+def phases(job: SmallJob) -> list[str | None]:
+    return [e.phase for e in job.events(Kind.SESSION)]

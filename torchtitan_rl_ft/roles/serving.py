@@ -125,11 +125,12 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         )
         ownership = Ownership(session, events, service.admission)
         earlier = await ownership.open(claim(resolved), _this_process(folder), by_hand=_by_hand())
+        # A job's role that fails is started again and finds the session; one that is stopped, or
+        # that nobody restarts, ends it.
+        stack.callback(lambda: ownership.dispose() if stop.is_set() or _by_hand() else None)
         service.continue_above(RunFolder(earlier))
         session.write_token(folder.token())
         await guard(ownership)
-        # A role that fails is started again and finds the session; one that is stopped ends it.
-        stack.callback(lambda: ownership.dispose() if stop.is_set() else None)
         stack.push_async_callback(service.close)
         await service.open()
 
