@@ -364,3 +364,22 @@ async def test_engines_that_disagree_are_never_asked_for_one_batch(
         cause = pool.seen("fault", subject="engine-1", version=3)[0]["cause"]
         assert "the engine reports version None, not 3" in cause
         await pool.until(lambda: serving(pool, 3))
+
+
+@pytest.mark.row("D4")
+async def test_an_engine_that_hangs_is_given_up_however_often_versions_come(
+    tmp_path: Path, model: Path
+) -> None:
+    async with open_pool(tmp_path, model, install_timeout_s=1.0) as pool:
+        await pool.publish(0)
+        await pool.fault(1, freeze_at="sync")
+        start = time.monotonic()
+        step = 0
+        while "retired" not in pool.moves(1):
+            step += 1
+            path, digest = write_policy(pool.folder.weights, model, step, scale=1 + step / 100)
+            await pool.service.publish(step, token_of(step), path, digest, "none", 1.0)
+            await asyncio.sleep(0.3)
+            assert time.monotonic() - start < 1.0 + 5.0
+        await pool.until(lambda: serving(pool, pool.service.version))
+        assert len(pool.seen("exit")) == 1

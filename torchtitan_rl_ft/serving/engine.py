@@ -53,6 +53,7 @@ class Engine:
         self.same_layout = True
         """It holds weights in the dtype and on the ranks that the exact proof is about."""
         self.version: int | None = None
+        self.install_failures = 0  # in a row
         self.loading: int | None = None  # version being installed: its files are needed
         self.digest: str | None = None  # model_digest of what it holds, when proved
         self.in_flight = 0

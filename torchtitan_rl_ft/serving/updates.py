@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineUnreachable
+from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineTimeout, EngineUnreachable
 from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.states import EngineState
@@ -19,6 +19,8 @@ from torchtitan_rl_ft.weights.proof import Proof
 from torchtitan_rl_ft.weights.transports.base import TransportFailed
 
 INSTALL_TRIES = 2
+"""Failures in a row that mean that the engine has to go."""
+
 INSTALL_RETRY_DELAY_S = 0.2
 
 DAMAGED_RECHECK_S = 30.0
@@ -63,24 +65,28 @@ async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> N
             return
         cause = f"the adopted engine has to install version {release.version}: {problem}"
         shared.events.emit(Kind.WARN, cause=cause, subject=engine.name)
-    reason = ""
-    for attempt in range(1, INSTALL_TRIES + 1):
+    while True:
         digest_before, engine.digest = engine.digest, None
         work = installer.install(engine.client, release, proof, digest_before)
         if (problem := await _attempt(engine, target, shared, work)) is None:
             return
+        engine.install_failures += 1
         reason = f"version {release.version} not installed: {problem}"
         shared.events.emit(
             Kind.FAULT,
             cause=reason,
             version=release.version,
             subject=engine.name,
-            attempt=attempt,
+            attempt=engine.install_failures,
         )
+        # Counted over versions: when they come faster than an install may take, each failure finds
+        # another version required, and a hanging engine would never be given up. One that has
+        # hung for the whole limit is not waited for again.
+        if engine.install_failures >= INSTALL_TRIES or isinstance(problem, EngineTimeout):
+            raise Retire(reason)
         if shared.target_for(engine.plan) is not target:
             return  # superseded meanwhile
         await asyncio.sleep(INSTALL_RETRY_DELAY_S)
-    raise Retire(reason)
 
 
 async def _show(engine: Engine, target: Target, shared: Shared) -> None:
@@ -100,7 +106,7 @@ async def _show(engine: Engine, target: Target, shared: Shared) -> None:
 
 async def _attempt(
     engine: Engine, target: Target, shared: Shared, work: Coroutine[Any, Any, Installed]
-) -> str | None:
+) -> Exception | None:
     """Why the engine does not serve `target` after `work`, or None. Raises Retire,
     WeightsInvalid."""
     version = target.release.version
@@ -114,7 +120,7 @@ async def _attempt(
                 engine.move(EngineState.STALE, f"version {version} not installed: {e}")
                 if isinstance(e, WeightsInvalid):
                     raise
-                return str(e)
+                return e
             _announce(engine, target, took, shared)
             return None
 
@@ -136,6 +142,7 @@ async def quiet(engine: Engine, limit_s: float) -> AsyncIterator[None]:
 def _announce(engine: Engine, target: Target, took: Installed, shared: Shared) -> None:
     release = target.release
     engine.version, engine.digest = release.version, target.proof.model_digest
+    engine.install_failures = 0
     shared.events.emit(
         Kind.INSTALL,
         version=release.version,
