@@ -182,6 +182,7 @@ class _Parts:
             events,
             resolved.sections.rollout.health_check_timeout,
             on_done=lambda: loop.wake(),
+            colocated=resolved.sections.rollout.placement == "colocated",
         )
         watch = PolicyWatch(client, on_change=lambda: loop.wake())
         dumps = None

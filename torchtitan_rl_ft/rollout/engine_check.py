@@ -23,10 +23,15 @@ class Checker(Protocol):
         """Slots of engines found dead, and gone. Raises ServingUnavailable, GenerationFailed."""
         ...
 
+    async def release(self, timeout_s: float) -> list[int]:
+        """Slots of engines that gave their memory up. Raises as `check`."""
+        ...
+
 
 class EngineCheck:
-    """Asks serving to look at its engines. Never fails: a serving that is away or silent costs
-    `limit_s` at most and one warning, not the batch."""
+    """Asks serving to look at its engines, and, colocated, to have them give their memory up: the
+    trainers compute as soon as they see the batch. Never fails: a serving that is away or silent
+    costs `limit_s` at most, for each of the two, and one warning, not the batch."""
 
     def __init__(
         self,
@@ -35,8 +40,10 @@ class EngineCheck:
         health_check_timeout_s: float,
         on_done: Callable[[], None],
         mono_s: Callable[[], float] = time.monotonic,
+        *,
+        colocated: bool = False,
     ) -> None:
-        self._checker, self._events = checker, events
+        self._checker, self._events, self._colocated = checker, events, colocated
         self._on_done, self._mono_s = on_done, mono_s
         self.limit_s = min(health_check_timeout_s + VERDICT_S, LONGEST_S)
         self.took_s = 0.0
@@ -49,6 +56,11 @@ class EngineCheck:
             await self._checker.check(self.limit_s)
         except (ServingUnavailable, GenerationFailed) as e:
             self._events.emit(Kind.WARN, cause=f"engines not checked: {e}")
+        if self._colocated:
+            try:
+                await self._checker.release(self.limit_s)
+            except (ServingUnavailable, GenerationFailed) as e:
+                self._events.emit(Kind.WARN, cause=f"memory of engines not released: {e}")
         self.took_s = self._mono_s() - began
 
     def done(self) -> bool:

@@ -137,6 +137,15 @@ class ServingClient:
         )
         return [int(slot) for slot in answer["retired"]]
 
+    async def release(self, timeout_s: float) -> list[int]:
+        """Have colocated engines give their memory up; their slots. Raises ServingUnavailable,
+        GenerationFailed."""
+        body = {"timeout_s": timeout_s}
+        answer = await self._request(
+            "POST", "/v1/release", timeout_s=timeout_s + GRACE_S, json=body
+        )
+        return [int(slot) for slot in answer["released"]]
+
     async def publish(
         self, step: int, token: str, path: Path, manifest_digest: str, timeout_s: float
     ) -> int:

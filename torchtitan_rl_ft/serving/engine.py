@@ -152,4 +152,5 @@ class Engine:
             "in_flight": self.in_flight,
             **self.process.shown,
             "bootstrap_port": self.process.bootstrap_port,
+            "released": bool(self.client.released),
         }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -14,6 +15,9 @@ from torchtitan_rl_ft.serving.streaming import DONE, EventSplitter, stream_refus
 
 Take = Callable[[dict[str, Any]], None]
 """Is given the messages of an answer, in order."""
+
+MEMORY = ("weights", "kv_cache", "cuda_graph")
+"""Kinds of an engine's memory (sglang/srt/constants.py)."""
 
 NOWHERE = "2.2.2.2"
 """SGLang's FAKE_BOOTSTRAP_HOST: a half answers a request by itself, nothing is transferred."""
@@ -51,6 +55,8 @@ class EngineClient:
         self._http, self.url, self.name = http, url, name
         self._half = half
         self._fenced = False
+        self.released: set[str] = set()
+        """Kinds of memory that the engine has given up."""
         self.stream_headers = {"Connection": "close"}
 
     def fence(self) -> None:
@@ -185,6 +191,40 @@ class EngineClient:
         if not ranks:
             raise AnswerInvalid(f"{self.name}: no rank gave checksums")
         return ranks
+
+    # Memory -------------------------------------------------------------------------------
+
+    async def queues(self, timeout_s: float) -> dict[str, int]:
+        """Requests in each of the scheduler's queues, by SGLang's names, over all ranks: those
+        that run or wait, and those of disaggregated engines, which count as neither."""
+        answer = await self._json("GET", "/v1/loads", timeout_s=timeout_s)
+        found: Counter[str] = Counter()
+        try:
+            for rank in answer["loads"]:
+                found["running"] += int(rank["num_running_reqs"])
+                found["waiting"] += int(rank["num_waiting_reqs"])
+                for name in ("grammar", "paused", "retracted"):
+                    found[name] += int(rank["queues"][name])
+                for name, count in (rank.get("disaggregation") or {}).items():
+                    if name.endswith("_queue_reqs"):
+                        found[name.removesuffix("_reqs")] += int(count)
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise AnswerInvalid(f"{self.name}: queues not understood: {e}") from e
+        return dict(found)
+
+    async def release_memory(self, timeout_s: float) -> None:
+        """Give up weights, cache and graphs. The engine has to be idle, or its scheduler ends."""
+        self.released = set(MEMORY)
+        path, body = "/release_memory_occupation", {"tags": list(MEMORY)}
+        await self._bytes("POST", path, body, timeout_s)
+
+    async def resume_memory(self, kinds: Iterable[str], timeout_s: float) -> None:
+        """Take back those of `kinds` that were given up. Weights come back as anything."""
+        tags = [k for k in kinds if k in self.released]
+        if tags:
+            self.released -= set(tags)
+            path = "/resume_memory_occupation"
+            await self._bytes("POST", path, {"tags": tags}, timeout_s)
 
     # Transport ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord
 from torchtitan_rl_ft.serving.external import ExternalSlot
 from torchtitan_rl_ft.serving.groups import SlotPlan, chosen, shortage
+from torchtitan_rl_ft.serving.memory import ReleaseFailed, release
 from torchtitan_rl_ft.serving.pair import Server, pairs
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.slot import Slot
@@ -92,6 +93,8 @@ class EnginePool:
         """Have every engine of a group, now and later, hold the group's target. Those that hold
         another version take no more requests from now on."""
         self._shared.targets.update(targets)
+        if any(t.release.version > 0 for t in targets.values()):
+            self.take_memory_back()
         for engine in self.engines:
             target = targets.get(engine.group.name)
             if target is None:
@@ -121,6 +124,34 @@ class EnginePool:
                 ready.append(engine)
         whole = [e for e in ready if e.group.role in ("regular", "frozen")]
         return [*whole, *pairs(ready)]
+
+    async def lend_memory(self, timeout_s: float) -> list[int]:
+        """Have every engine give its memory up; slots of those that did. One that would not, or
+        is not ready to, is retired, and replaced when the memory is taken back. Raises
+        ReleaseFailed naming them, when their memory is free as well."""
+        self._shared.memory_lent = True
+        engines = [e for e in self.engines if not e.client.released]
+        results = await asyncio.gather(
+            *(release(e, timeout_s) for e in engines), return_exceptions=True
+        )
+        failed = [r for r in results if r is not None]
+        for fault in failed:
+            if not isinstance(fault, ReleaseFailed):
+                raise fault
+        if failed:
+            condemned = [e for e in engines if e.condemned]
+            limit_s = self._shared.rollout.cleanup_timeout
+            await self._shared.changes.wait_until(
+                lambda: not any(e in condemned for e in self.engines), limit_s
+            )
+            raise ReleaseFailed("; ".join(map(str, failed)))
+        return sorted(e.slot for e in self.engines if e.client.released)
+
+    def take_memory_back(self) -> None:
+        """Engines take their memory back as they install what is required of them."""
+        if self._shared.memory_lent:
+            self._shared.memory_lent = False
+            self._shared.changes.notify()
 
     def groups(self) -> list[dict[str, Any]]:
         """Each group and how many of its engines hold what they should."""

@@ -12,10 +12,16 @@ from aiohttp import web
 
 from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.serving.memory import ReleaseFailed
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
-from torchtitan_rl_ft.serving.service import PublishLate, PublishRefused, ServingService
+from torchtitan_rl_ft.serving.service import (
+    NotColocated,
+    PublishLate,
+    PublishRefused,
+    ServingService,
+)
 
 MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
@@ -45,6 +51,7 @@ class Routes:
             web.post("/v1/generate", self.generate),
             web.get("/v1/status", self.status),
             web.post("/v1/check", self.check),
+            web.post("/v1/release", self.release),
             web.post("/v1/shutdown", self.shutdown),
         ]
 
@@ -121,6 +128,16 @@ class Routes:
     async def check(self, request: web.Request) -> web.Response:
         timeout_s = _number(await _body(request), "timeout_s")
         return web.json_response(await self._service.check(timeout_s))
+
+    async def release(self, request: web.Request) -> web.Response:
+        timeout_s = _number(await _body(request), "timeout_s")
+        try:
+            released = await self._service.release(timeout_s)
+        except NotColocated as e:
+            raise RequestError(409, str(e)) from e
+        except ReleaseFailed as e:
+            raise RequestError(504, str(e)) from e
+        return web.json_response({"released": released})
 
     async def shutdown(self, request: web.Request) -> web.Response:
         await self._service.close()

@@ -48,6 +48,10 @@ from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 MAX_SEED = 2**31 - 1
 
 
+class NotColocated(Exception):
+    """There is no memory to be given up."""
+
+
 class PublishRefused(Exception):
     """The weights are not what was announced, or not of this model. Nothing has changed."""
 
@@ -194,6 +198,15 @@ class ServingService:
             raise PoolFailed(f"group {group.name}: {e}", never_up=True) from e
         own = Release(FROZEN_VERSION, 0, "", str(path), manifest.digest)
         self.pool.require({group.name: Target(own, proof)})
+
+    async def release(self, timeout_s: float) -> list[int]:
+        """Colocated engines give their memory up, until the next publish, or until somebody asks
+        for a sample. Returns the slots that did. Raises NotColocated, ReleaseFailed."""
+        if self._rollout.placement != "colocated":
+            raise NotColocated(
+                'engines share no devices with the trainer: rollout.placement is "separate"'
+            )
+        return await self.pool.lend_memory(timeout_s)
 
     async def close(self) -> None:
         for task in self._frozen:
@@ -394,6 +407,8 @@ class ServingService:
         except GroupUnknown as e:
             raise RequestRejected(str(e)) from e
         self._check_tokens(request, min(self._vocabularies[g.name] for g in groups))
+        # Its owner has done with the batch, which the trainer refused: another one is wanted.
+        self.pool.take_memory_back()
         if not self._rollout.external_urls and not all(self._launcher.seeded(g) for g in groups):
             request = replace(request, seeds=None)
         elif request.seeds is None:

@@ -54,6 +54,9 @@ class Shared:
 
     engines: Callable[[], Iterable[Engine]] = tuple
     """The present engines of the pool."""
+    memory_lent: bool = False
+    """The trainer has the memory of colocated engines: none takes it back, and none starts."""
+
     units: dict[int, Unit] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
@@ -79,10 +82,12 @@ class Shared:
         return Boundary(refill_start, self.version)
 
     def may_start(self, boundary: Boundary) -> bool:
-        return boundary.may_start(*self._standing(None))
+        return not self.memory_lent and boundary.may_start(*self._standing(None))
 
     def may_join(self, engine: Engine) -> bool:
         """Whether `engine` may take the required version and requests."""
+        if self.memory_lent:
+            return False
         return engine.joins is None or engine.joins.may_join(*self._standing(engine))
 
     def _standing(self, but: Engine | None) -> tuple[int, int, int]:

@@ -126,6 +126,7 @@ class Slot:
                 "in_flight": 0,
                 "log": None,
                 "bootstrap_port": None,
+                "released": False,
             }
         return {
             **shown,
@@ -170,6 +171,7 @@ class Slot:
                 delay_s=delay_s,
             )
         await asyncio.sleep(delay_s)
+        await shared.changes.wait_until(lambda: not shared.memory_lent, math.inf)
         return True
 
     def _spent(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,13 +11,21 @@ from typing import Protocol
 from torchtitan_rl_ft.weights.proof import Checksums, Proof
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
+WEIGHTS = "weights"
+"""SGLang's name of the memory that holds them."""
+
 
 class InstallFailed(Exception):
     """The engine does not hold the version. It is paused and must not serve."""
 
 
 class WeightTarget(Protocol):
-    """What an engine offers for a change of weights; each call has its own limit."""
+    """What an engine offers for a change of weights; each call has its own limit. `released`:
+    kinds of memory that it has given up."""
+
+    released: set[str]
+
+    async def resume_memory(self, kinds: Iterable[str], timeout_s: float) -> None: ...
 
     async def pause(self, mode: str, timeout_s: float) -> None: ...
 
@@ -72,7 +80,8 @@ class Installer:
     async def install(
         self, engine: WeightTarget, release: Release, proof: Proof, digest_before: str | None
     ) -> Installed:
-        """Pause, load, prove, resume, all within the limit.
+        """Pause, load, prove, resume, all within the limit. Memory that the engine has given up
+        comes back for it: that of the weights first, the rest once they are loaded.
 
         Raises InstallFailed, WeightsInvalid (the release is damaged, the engine is not at fault);
         whatever the engine or the transport raised goes through. The engine then stays paused,
@@ -85,10 +94,15 @@ class Installer:
 
         path: Path = await self._transport.fetch(release, left_s())
         fetched = self._clock()
+        was_released = bool(engine.released)
+        await engine.resume_memory((WEIGHTS,), left_s())
         await engine.pause(self._pause_mode, left_s())
         paused = self._clock()
         before = await engine.checksums(left_s()) if proof.kind == "witness" else []
-        await engine.load(str(path), release.version, self._flushes, left_s())
+        # Without memory for a cache there is none to flush yet.
+        flushes = self._flushes and not was_released
+        await engine.load(str(path), release.version, flushes, left_s())
+        await engine.resume_memory(tuple(engine.released), left_s())
         if self._flushes:
             await engine.flush(left_s())
         loaded = self._clock()
@@ -129,12 +143,14 @@ class Installer:
 
     async def prove_own(self, engine: WeightTarget, proof: Proof) -> None:
         """Have an engine show that it holds the checkpoint that it was started from, and was
-        never given another. It need not be paused: nothing changes. Raises as `install`."""
+        never given another; memory that it has given up comes back first. It need not be paused:
+        nothing changes. Raises as `install`."""
         start = self._clock()
 
         def left_s() -> float:
             return max(0.001, start + self._timeout_s - self._clock())
 
+        await engine.resume_memory(tuple(engine.released), left_s())
         await _prove(engine, None, proof, [], None, left_s)
 
 

@@ -133,6 +133,18 @@ def placement(job: Job) -> Iterator[str]:
             "rollout.placement",
             "rollout.external_urls",
         )
+    if rollout.standby_engines:
+        yield job.broken(
+            "a standby engine would hold devices that the trainer computes on",
+            "rollout.placement",
+            "rollout.standby_engines",
+        )
+    if job.resolved.sections.rl.mode != "sync":
+        yield job.broken(
+            "engines and trainer take turns, so rollouts cannot run ahead of training",
+            "rollout.placement",
+            "rl.mode",
+        )
     ft = job.resolved.sections.fault_tolerance
     try:
         wanted, there = trainer_devices(ft), engine_devices(rollout)
