@@ -108,6 +108,7 @@ async def test_no_probe_between_release_and_resume_over_many_turns(
         quiet: list[tuple[float, float]] = []
         for turn in range(1, 21):
             await pool.generate(f"r{turn}", n=1)
+            await asyncio.sleep(0.1)  # time for a probe
             await pool.service.release(5.0)
             begin = time.monotonic()
             await asyncio.sleep(0.05)

@@ -37,11 +37,13 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     """Have `engine` serve `target`, or leave it STALE when another target was set meanwhile.
     Raises Retire when it cannot be brought there. A damaged release is no engine's fault: they
     wait for another one."""
-    if not engine.plan.takes_versions:
+    frozen = not engine.plan.takes_versions
+    if engine.state is not EngineState.STALE:
+        wanted = "its checkpoint" if frozen else f"version {target.release.version}"
+        engine.move(EngineState.STALE, f"{wanted} is required")
+    if frozen:
         await _show(engine, target, shared)
         return
-    if engine.state is not EngineState.STALE:
-        engine.move(EngineState.STALE, f"version {target.release.version} is required")
     try:
         await _prove_or_install(engine, target, shared)
     except WeightsInvalid as e:
