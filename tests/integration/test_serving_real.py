@@ -402,7 +402,7 @@ def test_engines_outlive_a_killed_role_and_versions_go_on(tmp_path: Path) -> Non
         os.kill(engines[0]["pid"], signal.SIGKILL)
         took = again.until(lambda: again.engines()[1]["state"] == "serving")
         print(f"the standby engine serves {took:.2f} s after the kill")
-        assert took < 3.0
+        assert took < 5.0  # 0.3 s on an idle machine
         shown = again.engines()
         assert [e["duty"] for e in shown] == ["standby", "active"]
         assert (shown[1]["pid"], shown[1]["version"]) == (engines[1]["pid"], 2)
