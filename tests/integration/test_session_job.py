@@ -157,7 +157,8 @@ def test_killed_and_gone_on_with_from_another_folder(job, tmp_path):
     assert 3500 < told["ttl_left_s"] <= 3600 and len(told["engines"]) == 2
 
     first = job.folder
-    job.start(GO_ON, "--fault_tolerance.replica_groups", "1", folder=tmp_path / "other").up()
+    allowed = ("--fault_tolerance.replica_groups", "1", "--rollout.health_check_interval", "1.5")
+    job.start(GO_ON, *allowed, folder=tmp_path / "other").up()
     assert (job.serving_id(), job.engines()) == (serving, engines)
     assert job.process_of("serving") == serving  # adopted
     with pytest.raises(RoleRefused, match="not to the sender's job"):

@@ -16,6 +16,7 @@ from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.rpc.server import make_app
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.admission import Admission
+from torchtitan_rl_ft.serving.health_times import HealthTimes
 from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership, why_not_attached
 from torchtitan_rl_ft.serving.session_routes import SessionRoutes
 from torchtitan_rl_ft.session_folder import (
@@ -30,6 +31,7 @@ from torchtitan_rl_ft.session_folder import (
 
 FROZEN = {"rl.seed": 0, "rollout.engines": 2}
 HERE = socket.gethostname()
+HEALTH = HealthTimes(1.0, 2.0, 3.0, 2)
 
 
 def owner(attempt: str, pid: int = 1, host: str = HERE) -> Owner:
@@ -37,7 +39,7 @@ def owner(attempt: str, pid: int = 1, host: str = HERE) -> Owner:
 
 
 def claim(attempt: str, *, ttl_s: float = 60.0, **changed: object) -> Claim:
-    return Claim(owner(attempt), "s", "rule", {**FROZEN, **changed}, ttl_s)
+    return Claim(owner(attempt), "s", "rule", {**FROZEN, **changed}, ttl_s, HEALTH)
 
 
 SERVING = ServingAt(os.getpid(), ProcessId.current().start_time, HERE, "", "")
@@ -331,13 +333,14 @@ async def test_routes(folder):
     ownership, _, life, _, _ = await opened(folder)
     moved, disposed = [], []
 
-    async def move(new_owner: Owner) -> None:
-        moved.append(new_owner.run_folder)
+    async def serve(claim: Claim) -> None:
+        assert claim.health == HEALTH
+        moved.append(claim.owner.run_folder)
 
     async def dispose() -> None:
         disposed.append(True)
 
-    routes = SessionRoutes(ownership, lambda: 2, lambda: 7, move, dispose)
+    routes = SessionRoutes(ownership, lambda: 2, lambda: 7, serve, dispose)
     headers = {"Authorization": "Bearer t"}
     async with TestClient(TestServer(make_app("t", routes.table())), headers=headers) as client:
 

@@ -134,10 +134,12 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         stack.push_async_callback(service.close)
         await service.open()
 
-        async def move(owner: Owner) -> None:
-            await service.move(RunFolder(owner.run_folder))
-            events.move(RunFolder(owner.run_folder).events, Path(owner.run_folder).name)
-            RunFolder(owner.run_folder).register(NAME, url)
+        async def serve(claim: Claim) -> None:
+            run = RunFolder(claim.owner.run_folder)
+            await service.move(run)
+            service.judge_by(claim.health)
+            events.move(run.events, run.path.name)
+            run.register(NAME, url)
 
         async def dispose() -> None:
             await service.close()
@@ -148,7 +150,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
             ownership,
             lambda: len(list(service.pool.engines)),
             lambda: service.version,
-            move,
+            serve,
             dispose,
         ).table()
         url, runner = await server.start(server.make_app(folder.token(), routes))

@@ -22,6 +22,7 @@ from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.serving.health_times import HealthTimes
 from torchtitan_rl_ft.serving.ownership import Claim, why_not_attached
 from torchtitan_rl_ft.session_folder import (
     Owner,
@@ -53,7 +54,14 @@ def retain_ttl_s(resolved: Resolved) -> float:
 
 def claim_of(resolved: Resolved, owner: Owner) -> Claim:
     identity = identify(resolved)
-    return Claim(owner, identity.id, identity.rule, frozen(resolved), retain_ttl_s(resolved))
+    return Claim(
+        owner,
+        identity.id,
+        identity.rule,
+        frozen(resolved),
+        retain_ttl_s(resolved),
+        HealthTimes.of(resolved.sections.rollout),
+    )
 
 
 def kept_after(exit_code: int, resolved: Resolved) -> bool:

@@ -18,6 +18,7 @@ from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.admission import Admission
 from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.health_times import HealthTimes
 from torchtitan_rl_ft.session_folder import (
     HostProcess,
     Owner,
@@ -50,6 +51,7 @@ class Claim:
     """config/session_identity.py: frozen."""
 
     retain_ttl_s: float
+    health: HealthTimes
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Claim:
@@ -60,6 +62,7 @@ class Claim:
             str(body["rule"]),
             dict(body["frozen"]),
             float(body["retain_ttl_s"]),
+            HealthTimes(**body["health"]),
         )
 
 

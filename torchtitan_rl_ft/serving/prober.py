@@ -47,6 +47,10 @@ class Prober:
     ) -> None:
         self._limits, self._events, self._clock = limits, events, clock
 
+    def judge_by(self, limits: Limits) -> None:
+        """From the next look on."""
+        self._limits = limits
+
     async def watch(self, engine: Engine) -> str:
         """Until the engine is found dead, by this watch or by another check; returns why."""
         try:

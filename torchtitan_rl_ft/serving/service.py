@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
 from torchtitan_rl_ft.serving.gateway import Gateway, GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
+from torchtitan_rl_ft.serving.health_times import HealthTimes, limits_of
 from torchtitan_rl_ft.serving.held_versions import highest_held
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
@@ -34,7 +35,6 @@ from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
 from torchtitan_rl_ft.serving.router import Router
 from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
 from torchtitan_rl_ft.serving.shared import Shared, Target
-from torchtitan_rl_ft.serving.verdict import Limits
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.manifest import (
@@ -99,14 +99,7 @@ class ServingService:
             http=http,
             installer=Installer(transport, rollout.pause_mode, rollout.install_timeout_s),
             prober=Prober(
-                Limits(
-                    first_wait_s=rollout.health_check_first_wait,
-                    interval_s=rollout.health_check_interval,
-                    timeout_s=rollout.health_check_timeout,
-                    failures=rollout.health_check_failure_threshold,
-                    start_s=rollout.engine_start_timeout_s,
-                    install_s=rollout.install_timeout_s,
-                ),
+                limits_of(rollout),
                 events,
             ),
             records=self._records,
@@ -234,6 +227,12 @@ class ServingService:
             earlier, self._versions = self._versions, VersionStore(folder.weights)
             self._shared.folder = folder
             await asyncio.to_thread(self._versions.raise_to, earlier.next)
+
+    def judge_by(self, health: HealthTimes) -> None:
+        """Take the health times of another job."""
+        changed = replace(self._rollout, **asdict(health))
+        self._rollout = self._shared.rollout = changed
+        self._shared.prober.judge_by(limits_of(changed))
 
     def continue_above(self, earlier: RunFolder) -> None:
         """As `move`, after a serving role that worked in `earlier` and has died."""

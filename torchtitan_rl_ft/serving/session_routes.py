@@ -8,22 +8,22 @@ from aiohttp import web
 
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership
-from torchtitan_rl_ft.session_folder import Owner, Trainer
+from torchtitan_rl_ft.session_folder import Trainer
 
 
 class SessionRoutes:
-    """`move` is told of each new owner, `dispose` ends the engines and then the role."""
+    """`serve` goes on for each new owner, `dispose` ends the engines and then the role."""
 
     def __init__(
         self,
         ownership: Ownership,
         engines: Callable[[], int],
         version: Callable[[], int],
-        move: Callable[[Owner], Awaitable[None]],
+        serve: Callable[[Claim], Awaitable[None]],
         dispose: Callable[[], Awaitable[None]],
     ) -> None:
         self._ownership, self._engines, self._version = ownership, engines, version
-        self._move, self._dispose = move, dispose
+        self._serve, self._dispose = serve, dispose
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -41,7 +41,7 @@ class SessionRoutes:
             await self._ownership.attach(claim)
         except NotOwner as e:
             raise RequestError(409, str(e)) from e
-        await self._move(claim.owner)
+        await self._serve(claim)
         return web.json_response({"version": self._version(), "engines": self._engines()})
 
     async def detach(self, request: web.Request) -> web.Response:
