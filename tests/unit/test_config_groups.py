@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,32 @@ def test_external_engines_are_not_colocated(tmp_path: Path) -> None:
     text = GOOD + 'placement = "colocated"\nexternal_urls = ["http://h:1"]\n'
     problems = check(resolved(tmp_path, text=text), MACHINE).problems
     assert any("do not give their memory up" in p for p in problems), problems
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_examples_of_the_page_are_jobs(tmp_path: Path) -> None:
+    page = DOCS.read_text().partition("## Groups of engines")[2].partition("\n## ")[0]
+    examples = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    rest = GOOD.partition("[rollout]")[0].replace("seq_len = 32", "seq_len = 128")
+    devices = []
+    for example in examples:
+        made = resolved(tmp_path, text=rest + example)
+        assert check(made, MACHINE).problems == []
+        devices.append(engine_devices(made.sections.rollout))
+    assert devices == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("standby_engines = 1\n", "rollout.standby_engines = 1"),
+        ('\n[rl]\nmode = "async"\nmax_policy_age = 1\n', "rl.mode = 'async'"),
+    ],
+)
+def test_engines_and_trainer_take_turns(tmp_path: Path, text: str, key: str) -> None:
+    rollout = '\n[rollout]\nengines = 2\nplacement = "colocated"\n' + text
+    rest = GOOD.partition("[rl]")[0]
+    problems = check(resolved(tmp_path, text=rest + rollout), MACHINE).problems
+    assert any(key in p and "rollout.placement = 'colocated'" in p for p in problems), problems

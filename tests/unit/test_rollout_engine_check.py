@@ -7,7 +7,8 @@ import asyncio
 import pytest
 from rollout_parts import Host, ScriptedServing
 
-from torchtitan_rl_ft.rollout.engine_check import LONGEST_S, VERDICT_S
+from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.rollout.engine_check import LONGEST_S, VERDICT_S, EngineCheck
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, ServingUnavailable
 
 pytestmark = pytest.mark.row("B2")
@@ -78,3 +79,29 @@ async def test_a_long_health_limit_does_not_hold_the_trainer_up(tmp_path):
     await host.batch()
     assert host.serving.checks == [LONGEST_S]
     await stopped(host, running)
+
+
+@pytest.mark.row("B5")
+@pytest.mark.parametrize("colocated", [False, True])
+async def test_colocated_engines_give_their_memory_up_before_the_batch_is_seen(colocated):
+    class Serving:
+        calls: list[str] = []
+
+        async def check(self, timeout_s: float) -> list[int]:
+            self.calls.append("check")
+            return []
+
+        async def release(self, timeout_s: float) -> list[int]:
+            self.calls.append("release")
+            raise GenerationFailed("engine-0 is not idle after 2 s: running 1")
+
+    serving, events, woken = Serving(), EventList(), asyncio.Event()
+    serving.calls = []
+    check = EngineCheck(serving, events, 2.0, on_done=woken.set, colocated=colocated)
+    assert not check.done()  # no batch is sealed before this is true
+    await woken.wait()
+    assert check.done()
+    assert serving.calls == (["check", "release"] if colocated else ["check"])
+    warned = [e["cause"] for e in events.events]
+    assert bool(warned) == colocated and all("engine-0 is not idle" in w for w in warned)
+    await check.close()
