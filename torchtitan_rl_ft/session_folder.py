@@ -264,30 +264,21 @@ class SessionFolder:
         write_atomic(self.path / "token", token.encode())  # mode 0600
 
     @contextlib.contextmanager
-    def serving_lock(self, wait_s: float = 0.0) -> Generator[None]:
+    def serving_lock(self) -> Generator[None]:
         """Hold the session for one serving process; the kernel lets go when it dies.
 
-        Raises SessionBusy when another one holds it for `wait_s` seconds more.
+        Raises SessionBusy.
         """
-        end = time.monotonic() + wait_s
         self._make()
         fd = os.open(self.path / "serving.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _locked(fd):
-                if time.monotonic() >= end:
-                    raise SessionBusy(f"session {self.id} is served by another process")
-                time.sleep(0.1)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SessionBusy(f"session {self.id} is served by another process") from None
             yield
         finally:
             os.close(fd)
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _hold(record: dict[str, Any]) -> EngineHold:

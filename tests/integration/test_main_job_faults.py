@@ -174,9 +174,14 @@ def test_stopped_trainer_comes_back(job):
     assert stall < 12  # process_group_timeout_ms is 5000
 
 
+@pytest.mark.row("F1")
+@pytest.mark.row("F2")
+@pytest.mark.row("D7")
+@pytest.mark.scenario("W-2")
+@pytest.mark.scenario("Z-1")
 def test_interrupted_in_a_step_then_killed_then_finished(job):
     """Ctrl-C, resume, SIGKILL of the supervisor, resume: each time from the newest checkpoint and
-    with the batches that were sealed."""
+    with the batches that were sealed; after the kill with the same engines, too."""
     go_on(job, steps=CHECKPOINT_INTERVAL + 2)
     job.interrupt()
     assert job.end(timeout_s=30) == ExitCode.INTERRUPTED

@@ -285,6 +285,37 @@ def test_a_serving_role_that_hangs_is_replaced(job):
     check_nothing(job)
 
 
+@pytest.mark.row("F3")
+@pytest.mark.parametrize("serving_dies", [False, True], ids=["serving-lives", "serving-dead"])
+def test_two_jobs_want_a_session_and_one_gets_it(job, tmp_path, serving_dies):
+    """The other one ends as refused, and harms nothing."""
+    job.start().up()
+    engines = job.engines()
+    job.kill()
+    if serving_dies:
+        process.kill(job.serving_id())
+    job.wait_for_session_alone(within_s=8)
+    names = ("first", "second")
+    for name in names:
+        keys = [*job.keys, "--job.dump_folder", str(tmp_path / name), GO_ON]
+        job.spawn(name, sys.executable, str(FAKES / "small_job.py"), *keys)
+    end = time.monotonic() + 40
+    while not (ended := [n for n in names if job.processes[n].poll() is not None]):
+        assert time.monotonic() < end, job.story()
+        time.sleep(0.1)
+    (loser,) = ended
+    (winner,) = set(names) - {loser}
+    assert job.end(loser) == ExitCode.CONFIG, job.story()
+    assert "session s" in job.err(loser)
+    job.processes[SUPERVISOR] = job.processes.pop(winner)
+    job.folder = RunFolder(tmp_path / winner)
+    del job.processes[loser]
+    job.up()
+    assert job.engines() == engines and job.publish(0) > 0 and job.generate_status(20) == 200
+    assert job.finish(0) == ExitCode.DONE
+    check_nothing(job)
+
+
 @pytest.mark.row("F6")
 @pytest.mark.row("D6")
 def test_what_the_dead_trainer_left_unfinished_holds_nobody_up(job):

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,8 +111,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     session = SessionFolder(identify(resolved).id)
     async with contextlib.AsyncExitStack() as stack:
-        # The warden may be ending what an earlier one has left.
-        stack.enter_context(session.serving_lock(wait_s=WARDEN_ENDS_S))
+        await _take(session, stack)
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         service = ServingService(
@@ -163,6 +163,22 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
             events.emit(Kind.SESSION, phase="expire", cause=reason, session=session.id)
             stop.set()
     return ExitCode.DONE
+
+
+async def _take(session: SessionFolder, stack: contextlib.AsyncExitStack) -> None:
+    """Hold the session while `stack` is open. The warden may be ending what an earlier role has
+    left: that is waited for. Raises SessionBusy, SessionUnreadable."""
+    end = time.monotonic() + WARDEN_ENDS_S
+    while True:
+        try:
+            stack.enter_context(session.serving_lock())
+            return
+        except SessionBusy:
+            record = session.read()
+            served = record is not None and record.serving.alive() is not False
+            if served or time.monotonic() >= end:
+                raise
+        await asyncio.sleep(0.1)
 
 
 def _by_hand() -> bool:

@@ -138,8 +138,12 @@ class Session:
             client.close()
 
     def processes(self) -> set[ProcessId]:
-        """What of the session lives: serving, engines, warden, and all below them."""
+        """What of the session lives, while it is ours: serving, engines, warden, and all below
+        them."""
         try:
+            record = self.folder.read()
+            if record is None or record.last_attempt != self.owner.attempt:
+                return set()
             return living_processes(self.folder)
         except SessionUnreadable:
             return set()
