@@ -195,7 +195,8 @@ def _built(cls: type, values: dict[str, Any]) -> Any:
     """A section of its values; the tables of a list become what their annotation says."""
     for name, hint in typing.get_type_hints(cls).items():
         item = next(iter(typing.get_args(hint)), None)
-        if typing.get_origin(hint) is list and dataclasses.is_dataclass(item):
+        is_list = typing.get_origin(hint) is list
+        if is_list and isinstance(item, type) and dataclasses.is_dataclass(item):
             values[name] = [item(**table) for table in values[name]]
     return cls(**values)
 

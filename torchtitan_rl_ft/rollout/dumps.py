@@ -68,8 +68,13 @@ class Origin:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Origin:
         """Raises KeyError, TypeError."""
-        fields = {k: data[k] for k in cls.__dataclass_fields__}
-        return cls(**{**fields, "model": ModelIdentity(**fields["model"])})
+        return cls(
+            data["rollout_id"],
+            data["digest"],
+            data["journal"],
+            ModelIdentity(**data["model"]),
+            data["run_seed"],
+        )
 
 
 @dataclass(frozen=True)
