@@ -228,6 +228,9 @@ async def test_a_batch_that_the_trainer_refused_is_rolled_out_again(
     async with open_pool(tmp_path, model, **CALM) as pool:
         await pool.publish(0)
         await pool.service.release(5.0)
+        # A rollout role that starts now finds a policy that it can ask for samples.
+        found = await pool.service.wait_version(0, 1.0)
+        assert (found["version"], found["serving"]) == (1, 2)
         assert all(s.min_version == 1 for s in await pool.generate())
 
 

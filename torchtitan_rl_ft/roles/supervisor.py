@@ -17,6 +17,7 @@ from rich.console import Console
 
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
+from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
@@ -100,10 +101,11 @@ async def _supervise(
         worker_end_timeout_s=recovery.batch_wait_timeout_s,
         session=session,
     )
+    engines = sum(g.engines for g in engine_groups(sections.rollout))
     view = RunView(
         total_steps=resolved.get("training.steps"),
         groups=sum(spec.duty is Duty.WORKER for spec in specs),
-        engines=sections.rollout.engines if any(s.name == "serving" for s in specs) else 0,
+        engines=engines if any(s.name == "serving" for s in specs) else 0,
     )
     console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
     try:

@@ -111,6 +111,13 @@ class EnginePool:
         whole &= {e.plan.unit for e in ready if e.group.role == "decode"}
         return [e for e in ready if e.group.role == "regular" or e.plan.unit in whole]
 
+    def answering(self, version: int) -> int:
+        """How many engines answer with the policy's `version`, at once or as soon as somebody asks
+        (their memory is lent)."""
+        if not self._shared.memory_lent or version != self._shared.version:
+            return len(self.serving(version))
+        return sum(e.plan.takes_versions and bool(e.client.released) for e in self.engines)
+
     def servers(self, name: str) -> list[Server]:
         """What can answer a request for group `name` now, as that group should. Raises
         GroupUnknown."""

@@ -375,7 +375,7 @@ class ServingService:
             return (
                 target is not None
                 and target.release.version > after
-                and bool(self.pool.serving(target.release.version))
+                and self.pool.answering(target.release.version) > 0
             )
 
         await self._changes.wait_until(served, timeout_s)
@@ -387,7 +387,7 @@ class ServingService:
             "version": release.version,
             "step": release.step,
             "token": release.token,
-            "serving": len(self.pool.serving(release.version)),
+            "serving": self.pool.answering(release.version),
         }
 
     # Health ---------------------------------------------------------------------------------
