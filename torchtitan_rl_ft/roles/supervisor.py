@@ -157,10 +157,15 @@ def _save_curve(folder: RunFolder, summary: Summary) -> None:
         print(f"{'curve':<11}{path}", flush=True)
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk: the line is lost, and nothing of it comes to the terminal."""
+
+
 def _log_to(path: Path) -> logging.Handler:
     """Send this process's log records to a file: the terminal is for progress."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     return handler

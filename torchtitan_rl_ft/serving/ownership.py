@@ -184,11 +184,11 @@ class Ownership:
                 trainers=tuple(t for t in record.trainers if t not in orphans),
             )
         )
+        await self._end(orphans)
         if not again:
             self._events.emit(
                 Kind.SESSION, phase="attach", cause=f"owned by {claim.owner}", session=record.id
             )
-        await self._end(orphans)
 
     async def detach(self, attempt: str) -> None:
         """The job lets the session go, to be kept. Again: nothing. Raises NotOwner."""
@@ -209,6 +209,7 @@ class Ownership:
         await self._put(
             replace(self.record, owner=None, published=False, unowned_since_boot_s=now, trainers=())
         )
+        await self._end(trainers)
         self._events.emit(
             Kind.SESSION,
             phase="detach",
@@ -216,7 +217,6 @@ class Ownership:
             session=self.record.id,
             retain_ttl_s=self.record.retain_ttl_s,
         )
-        await self._end(trainers)
 
     # Trainers ---------------------------------------------------------------------------
 
@@ -231,10 +231,10 @@ class Ownership:
     async def _end(self, orphans: tuple[Trainer, ...] | list[Trainer]) -> None:
         """End trainers that their job has left behind on this host."""
         found = [t for t in orphans if self._alive(t)]
+        await process.kill_until_gone([t.id for t in found], time.monotonic() + ORPHANS_END_S)
         for trainer in found:
             cause = f"ended {trainer.name} (process {trainer.pid}): its job is gone"
             self._events.emit(Kind.WARN, cause=cause)
-        await process.kill_until_gone([t.id for t in found], time.monotonic() + ORPHANS_END_S)
 
     # Publishing -------------------------------------------------------------------------
 
