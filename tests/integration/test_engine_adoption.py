@@ -22,6 +22,7 @@ from conftest import ServingRole, fake_engine_program, start_serving
 from safetensors.numpy import load_file, save_file
 
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
@@ -291,3 +292,47 @@ def test_a_role_whose_engines_are_all_beyond_help_ends_with_the_cause(tmp_path: 
         assert "no device is left" in text
         assert "attempt_2.log" in text
         assert sorted(p for p in (tmp_path / "weights").rglob("*") if p.is_file()) == weights
+
+
+@pytest.mark.row("C11")
+@pytest.mark.timeout(120)
+def test_units_and_frozen_engines_are_taken_over_as_they_are(tmp_path: Path) -> None:
+    reference = make_tiny_model(tmp_path / "reference", seed=7)
+    groups = [
+        {"name": "prefill", "role": "prefill"},
+        {"name": "decode", "role": "decode"},
+        {"name": "big", "nodes_per_engine": 2, "engine_args": ["--tp-size=2"]},
+        {"name": "reference", "role": "frozen", "model": str(reference)},
+    ]
+    with run_in(tmp_path) as run:
+        role = run.started(groups=groups)
+        before = role.engines()
+        first = role.generate("a", group="decode", seeds=[1, 2])
+        frozen = role.generate("b", group="reference", seeds=[1, 2])
+        crash(role)
+        again = run.start()
+        again.until(lambda: again.states() == ["serving"] * 4)
+        after = again.engines()
+        assert [e["pid"] for e in after] == [e["pid"] for e in before]
+        assert after[0]["bootstrap_port"] == before[0]["bootstrap_port"] is not None
+        assert [e["digest"] for e in after] == [e["digest"] for e in before]
+        same = again.generate("c", group="decode", seeds=[1, 2])
+        assert [s["output_ids"] for s in same] == [s["output_ids"] for s in first]
+        same = again.generate("d", group="reference", seeds=[1, 2])
+        assert [s["output_ids"] for s in same] == [s["output_ids"] for s in frozen]
+        assert "/update_weights_from_disk" not in calls(after[3])
+        # The nodes are still one engine, and the halves one unit.
+        nodes = json.loads(run.records.read_bytes())["2"]["processes"]
+        assert len(nodes) == 2
+        os.kill(nodes[1]["pid"], signal.SIGKILL)
+        os.kill(after[1]["pid"], signal.SIGKILL)
+        pids_before = {e["pid"] for e in after[:3]}
+        again.until(
+            lambda: (
+                again.states() == ["serving"] * 4
+                and not pids_before & {e["pid"] for e in again.engines()}
+            )
+        )
+        assert living(pids_before) == set()
+        assert again.engines()[3]["pid"] == before[3]["pid"]
+        assert again.generate("e", group="prefill", seeds=[1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 from conftest import serving_role
 
@@ -16,8 +18,14 @@ from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, checked_samples
 from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.groups import slot_plans
 from torchtitan_rl_ft.serving.launch import SGLangLauncher
+
+
+async def queues(url: str) -> dict[str, int]:
+    async with aiohttp.ClientSession() as http:
+        return await EngineClient(http, url, "engine").queues(5.0)
 
 
 @pytest.mark.row("C11")
@@ -41,6 +49,8 @@ def test_a_real_frozen_engine_reloads_its_own_checkpoint(tmp_path: Path) -> None
         assert [s["output_ids"] for s in frozen] != [s["output_ids"] for s in policy]
         with pytest.raises(GenerationFailed, match="of a frozen group"):
             checked_samples({"samples": frozen}, 2)
+        # What a drain of colocated engines reads, in the shape of a real scheduler.
+        assert set(asyncio.run(queues(before["url"])).values()) == {0}
         os.kill(before["pid"], signal.SIGKILL)
         role.until(lambda: role.engines()[1]["pid"] not in (before["pid"], None), 60)
         role.until(lambda: role.states() == ["serving", "serving"], 120)
