@@ -78,7 +78,7 @@ async def rollout_only(folder: Path, **keys) -> Host:
 
 
 def source(folder: Path, steps: int = 3, share: float = 1.0) -> DumpSource:
-    return DumpSource(TEMPLATE, folder, steps, share, 0, "token")
+    return DumpSource(TEMPLATE, folder, steps, share, 0, "token", seq_len=32)
 
 
 def path(folder: Path, step: int) -> Path:
@@ -179,6 +179,13 @@ def test_a_dump_of_another_model_or_rollout_is_named(tmp_path):
         with pytest.raises(DumpInvalid, match=f"another model: {key}") as e:
             check_dump(file, 1, other)
         assert str(file) in str(e.value)
+
+
+def test_a_sample_that_fits_no_row_is_named(tmp_path):
+    file = some_dump(tmp_path)
+    check_dump(file, 1, MODEL, seq_len=3)
+    with pytest.raises(DumpInvalid, match="a sample of 4 tokens, training.seq_len = 2 takes 3"):
+        check_dump(file, 1, MODEL, seq_len=2)
 
 
 def test_a_vocabulary_is_told_by_its_entries(tmp_path):

@@ -305,6 +305,7 @@ def dump_source(resolved: Resolved) -> DumpSource:
         share=rollout.load_debug_rollout_data_subsample,
         seed=rl.seed,
         loss_norm=rl.loss_norm,
+        seq_len=int(resolved.get("training.seq_len")),
     )
 
 

@@ -156,7 +156,12 @@ def save_dump(path: Path, dump: RolloutDump) -> None:
     """Raises DumpWriteError."""
     groups = [{"group_id": i, "prompt": prompt} for i, prompt in dump.prompts.items()]
     texts = {_GROUPS: to_json_array(groups), _RESPONSES: to_json_array(dump.responses)}
-    head = {**asdict(dump.origin), "batch_id": dump.batch.batch_id, "meta": dump.batch.meta}
+    head = {
+        **asdict(dump.origin),
+        "batch_id": dump.batch.batch_id,
+        "meta": dump.batch.meta,
+        "longest_tokens": int(dump.batch.lengths().max(initial=0)),
+    }
     write_dump(path, KIND, head, {**dump.batch.arrays, **texts})
 
 
@@ -178,12 +183,14 @@ def load_dump(path: Path) -> RolloutDump:
     return dump
 
 
-def check_dump(path: Path, rollout_id: int, model: ModelIdentity) -> Origin:
-    """Look at a dump's head alone. Raises DumpInvalid when it is of another rollout, or of samples
-    that `model` cannot have made."""
+def check_dump(
+    path: Path, rollout_id: int, model: ModelIdentity, seq_len: int | None = None
+) -> Origin:
+    """Look at a dump's head alone. Raises DumpInvalid when it is of another rollout, of samples
+    that `model` cannot have made, or of longer ones than a row of `seq_len` tokens takes."""
     head = read_head(path, KIND)
     try:
-        origin = Origin.from_json(head)
+        origin, longest = Origin.from_json(head), int(head["longest_tokens"])
     except (KeyError, TypeError) as e:
         raise DumpInvalid(f"{path} is no whole dump: {type(e).__name__}: {e}") from e
     if origin.rollout_id != rollout_id:
@@ -193,5 +200,10 @@ def check_dump(path: Path, rollout_id: int, model: ModelIdentity) -> Origin:
         raise DumpInvalid(
             f"{path} was sampled from another model: {differs} {getattr(origin.model, differs)}, "
             f"the model of this job has {getattr(model, differs)}"
+        )
+    if seq_len is not None and longest - 1 > seq_len:  # the last token is a target only
+        raise DumpInvalid(
+            f"{path} holds a sample of {longest} tokens, training.seq_len = {seq_len} takes "
+            f"{seq_len + 1}"
         )
     return origin

@@ -32,13 +32,14 @@ class DumpSource:
     share: float
     seed: int
     loss_norm: Literal["token", "sample"]
+    seq_len: int
 
     def path(self, step: int) -> Path:
         return dump_path(self.template, self.run_folder, step)
 
     def check(self, model: ModelIdentity) -> None:
-        """Every dump is there, of its step, of one run and of this model's vocabulary; contents are
-        checked when they are loaded. Raises DumpInvalid."""
+        """Every dump is there, of its step, of one run, of this model's vocabulary and of samples
+        that fit a row; contents are checked when they are loaded. Raises DumpInvalid."""
         journals = set()
         for step in range(1, self.total_steps + 1):
             if not self.path(step).exists():
@@ -47,7 +48,7 @@ class DumpSource:
                     "set rollout.load_debug_rollout_data to the dumps' template"
                     + (f", or training.steps to {step - 1}" if step > 1 else "")
                 )
-            journals.add(check_dump(self.path(step), step, model).journal)
+            journals.add(check_dump(self.path(step), step, model, self.seq_len).journal)
             if len(journals) > 1:
                 raise DumpInvalid(f"{self.path(step)} is of another run than {self.path(1)}")
 
