@@ -112,6 +112,13 @@ def test_engines_and_groups_together_are_refused(tmp_path: Path) -> None:
     assert "rollout.engines = 2" in problems[0]
 
 
+def test_groups_replace_the_engines_of_a_registry_function(tmp_path: Path) -> None:
+    file = '[job]\nconfig = "rl_ft"\n' + group(name="a", engines=3)
+    made = job(tmp_path, file)
+    assert made.sections.rollout.engines == 3
+    assert check(made, MACHINE).problems == []
+
+
 def test_the_floor_counts_engines_that_serve_the_policy(tmp_path: Path) -> None:
     made = resolved(tmp_path, group(name="a"), REFERENCE, more="min_engines = 2\n")
     problems = check(made, MACHINE).problems

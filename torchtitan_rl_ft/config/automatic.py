@@ -30,7 +30,7 @@ def automatic_values(
     elif origins["fault_tolerance.replica_groups"] == "default":
         found["fault_tolerance.replica_groups"] = (1, "fault_tolerance.enable = false")
     rollout = values["rollout"]
-    if rollout["groups"] and origins["rollout.engines"] == "default":
+    if rollout["groups"] and origins["rollout.engines"].startswith(("default", "registry ")):
         engines = sum(g.get("engines", 1) for g in rollout["groups"] if g.get("role") != "frozen")
         found["rollout.engines"] = (engines, "rollout.groups, those that serve the policy")
     return found | _debug_values(rollout, origins)

@@ -137,20 +137,22 @@ class EnginePool:
         is not ready to, is retired, and replaced when the memory is taken back. Raises
         ReleaseFailed naming them, when their memory is free as well."""
         self._shared.memory_lent = True
-        engines = [e for e in self.engines if not e.client.released]
+        present = [e for e in self.engines if not e.client.released]
+        alive = [e for e in present if e.state is not EngineState.RETIRED]
         results = await asyncio.gather(
-            *(release(e, timeout_s) for e in engines), return_exceptions=True
+            *(release(e, timeout_s) for e in alive), return_exceptions=True
         )
         failed = [r for r in results if r is not None]
         for fault in failed:
             if not isinstance(fault, ReleaseFailed):
                 raise fault
+        # What is retired holds its memory until it is dead.
+        leaving = [e for e in present if e.condemned or not e.client.released]
+        await self._shared.changes.wait_until(
+            lambda: not any(e in leaving for e in self.engines),
+            self._shared.rollout.cleanup_timeout,
+        )
         if failed:
-            condemned = [e for e in engines if e.condemned]
-            limit_s = self._shared.rollout.cleanup_timeout
-            await self._shared.changes.wait_until(
-                lambda: not any(e in condemned for e in self.engines), limit_s
-            )
             raise ReleaseFailed("; ".join(map(str, failed)))
         return sorted(e.slot for e in self.engines if e.client.released)
 
