@@ -62,8 +62,9 @@ def check_kill(job: Job, kill: Event) -> None:
     assert len(job.events(Kind.RESTART, subject="engine-1")) == 1
     after = [e.data["new"] for e in moves if e.mono_s > ended.mono_s]
     assert "serving" in after
-    told = [line for line in job.out().splitlines() if "engine-1: " in line and "faults" in line]
-    assert len(told) == 1
+    summary = job.out().partition("\noutcome ")[2]
+    assert summary.count("engine-1: ") == 1
+    assert f"injected: {KILL}" in summary
 
 
 def check_stop(job: Job, stop: Event) -> None:

@@ -14,6 +14,9 @@ from torchtitan_rl_ft.run_folder import ProcessId
 DUTY_PERIOD_S = 0.2
 """One stop and one go of a slowed process."""
 
+TREE_LOOK_S = 1.0
+"""How often a slowed process is asked for new children: a look takes a good part of a period."""
+
 
 def tree(root: ProcessId) -> list[ProcessId]:
     """A process and all below it."""
@@ -62,15 +65,16 @@ def slow(
     or it is gone. Blocks; it runs freely afterwards."""
     over = ended or threading.Event()
     end = time.monotonic() + duration_s
-    while victim.alive() and not over.is_set():
-        left_s = end - time.monotonic()
-        if left_s <= 0:
-            return
-        held = stop(victim, whole_tree=whole_tree)
+    members, listed_mono_s = [victim], float("-inf")
+    while victim.alive() and not over.is_set() and (left_s := end - time.monotonic()) > 0:
+        if whole_tree and time.monotonic() - listed_mono_s > TREE_LOOK_S:
+            members, listed_mono_s = tree(victim), time.monotonic()
         try:
+            for member in members:
+                process.kill(member, signal.SIGSTOP)
             over.wait(min(share * period_s, left_s))
         finally:
-            resume(held)
+            resume(members)
         over.wait(min((1 - share) * period_s, max(0.0, end - time.monotonic())))
 
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 from torchtitan_rl_ft.observability.events import Event, Kind
 
-DISTURBANCES = frozenset({Kind.FAULT, Kind.RESTART, Kind.REFUSE, Kind.HEAL, Kind.SUPERSEDE})
+DISTURBANCES = frozenset(
+    {Kind.FAULT, Kind.RESTART, Kind.REFUSE, Kind.HEAL, Kind.SUPERSEDE, Kind.CHAOS}
+)
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ def _faults(life: Sequence[Event]) -> Counter[str]:
             found[f"{subject}: {first_line(event.cause)}"] += 1
         elif event.kind is Kind.REFUSE:
             found["refused commits"] += 1
+        elif event.kind is Kind.CHAOS and event.phase == "inject":
+            found[f"injected: {event.cause}"] += 1
     return found
 
 
