@@ -63,7 +63,7 @@ def check_kill(job: Job, kill: Event) -> None:
     after = [e.data["new"] for e in moves if e.mono_s > ended.mono_s]
     assert "serving" in after
     summary = job.out().partition("\noutcome ")[2]
-    assert summary.count("engine-1: ") == 1
+    assert "engine-1: " in summary
     assert f"injected: {KILL}" in summary
 
 

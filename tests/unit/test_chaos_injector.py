@@ -254,7 +254,7 @@ def test_what_cannot_be_done_is_said_once(run: Run) -> None:
     injector.tick()
     assert engine.alive() and run.seen() == []
     [warning] = run.seen(Kind.WARN, None)
-    assert "engine-0 was not started behind a proxy" in (warning.cause or "")
+    assert f"engine-0 (pid {engine.pid}) was not started behind a proxy" in (warning.cause or "")
 
 
 def test_a_role_behind_a_black_hole_is_found_again(run: Run) -> None:

@@ -15,7 +15,7 @@ from torchtitan_rl_ft.chaos.plan import Fault, FaultInvalid, FaultKind, Moment, 
 from torchtitan_rl_ft.chaos.role import with_proxies
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.config import checks
-from torchtitan_rl_ft.config.resolve import resolve
+from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
 
 K = FaultKind
@@ -137,8 +137,11 @@ def test_a_black_hole_puts_engines_behind_proxies(tmp_path: Path) -> None:
     python = found.sections.rollout.engine_python
     assert Path(python).parent.parent == folder
     assert os.access(python, os.X_OK)
-    assert "a black hole in chaos.faults" in found.origins["rollout.engine_python"]
+    assert found.origins["rollout.engine_python"].startswith("chaos.faults: ")
     assert with_proxies(found) is found  # started again from the run folder
+    found.write()
+    again = Resolved.read(folder).with_overrides([])  # as the roles take it
+    assert again.sections.rollout.engine_python == python
 
 
 def test_enable_and_faults_go_together(tmp_path: Path) -> None:

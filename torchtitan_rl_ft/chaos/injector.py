@@ -127,7 +127,8 @@ class Injector:
             return lambda: self._start(self._slow, key, fault, victim)
         if victim.name.startswith("engine-"):
             if not engine_wrapper.is_wrapper(victim.id.pid):
-                raise NotPossible(f"{victim.name} was not started behind a proxy")
+                pid = victim.id.pid
+                raise NotPossible(f"{victim.name} (pid {pid}) was not started behind a proxy")
             return lambda: self._hold(key, victim, fault, self._engine_blackhole(key, victim))
         address = self._folder.role(victim.name)
         if address is None:

@@ -16,7 +16,7 @@ from torchtitan_rl_ft.chaos.injector import Injector
 from torchtitan_rl_ft.chaos.memory import Memory
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.chaos.targets import Targets
-from torchtitan_rl_ft.config.resolve import AUTOMATIC, Resolved
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
@@ -65,7 +65,7 @@ def with_proxies(resolved: Resolved) -> Resolved:
     script = engine_wrapper.make_interpreter(path, python)
     values = copy.deepcopy(resolved.values)
     values["rollout"]["engine_python"] = str(script)
-    why = f"{AUTOMATIC}engines behind proxies, for a black hole in chaos.faults"
+    why = "chaos.faults: engines behind proxies, for a black hole"
     return Resolved(values, {**resolved.origins, "rollout.engine_python": why})
 
 
