@@ -38,7 +38,7 @@ class SmallJob(Job):
         self.keys = [
             *("--model.flavor", "hf", "--model.hf_assets_path", str(self.model)),
             *("--rollout.engine_python", fake_engine_program(path)),
-            *("--rollout.session_id", "s", "--rollout.cleanup_timeout", "10"),
+            *("--rollout.session_id", "s", "--rollout.cleanup_timeout", "6"),
             *("--recovery.role_max_restarts", "2"),
         ]
 

@@ -224,6 +224,15 @@ def kill(target: ProcessId, signum: signal.Signals = signal.SIGKILL) -> bool:
     return True
 
 
+async def kill_alone_until_gone(target: ProcessId, timeout_s: float) -> bool:
+    """SIGKILL this process and nothing below it. False when it is there after `timeout_s`."""
+    kill(target)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await wait_gone(target)
+    return not target.alive()
+
+
 def freeze(roots: Iterable[ProcessId]) -> set[ProcessId]:
     """Stop `roots` and all below them; returns them all. A stopped process forks no more, so
     nothing escapes between this list and the kill that follows."""

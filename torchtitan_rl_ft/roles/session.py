@@ -38,6 +38,8 @@ ATTACH_TIMEOUT_S = 10.0
 """A serving role that does not answer within this time is ended and started again; its engines
 go on."""
 
+KILL_TIMEOUT_S = 5.0
+
 STOP_SHARE = 0.5
 """Share of the time for a disposal that serving gets to end its engines by itself."""
 
@@ -132,7 +134,7 @@ class Session:
         except RoleRefused as e:
             raise ConfigError(str(e)) from None
         except RoleUnreachable:
-            process.kill(serving.id)
+            asyncio.run(process.kill_alone_until_gone(serving.id, KILL_TIMEOUT_S))
             return False
         finally:
             client.close()
@@ -173,7 +175,7 @@ class Session:
             await asyncio.to_thread(client.post, "/v1/detach", body, deadline_s=0.9 * limit_s)
         except RoleUnreachable:
             # A new one will adopt the engines; until then the warden looks after them.
-            process.kill(record.serving.id)
+            await process.kill_alone_until_gone(record.serving.id, KILL_TIMEOUT_S)
             raise
         finally:
             client.close()
