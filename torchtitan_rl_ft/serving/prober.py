@@ -25,11 +25,12 @@ from torchtitan_rl_ft.serving.verdict import (
 )
 
 REFUSED_DELAY_S = 5.0
-"""A probe that is refused is repeated no later: silence needs patience, a refusal does not."""
+"""After a refused probe the next step comes no later: silence needs patience, a refusal less.
+Tokens may come meanwhile: an engine whose queue is full refuses probes."""
 
-FIRST_FIGURES = 0.25
-"""When an engine in doubt is asked for its own figures: this share of the timeout after the first
-probe, which is late enough that a healthy one is not, and leaves time to see a change."""
+FIRST_FIGURES_S = 2.0
+"""When an engine in doubt is asked for its own figures, at most a quarter of the timeout after the
+first probe: late enough that a healthy one is not, and with time to see a change."""
 
 LONGEST_FIGURES_S = 5.0
 """Limit of the second ones, at most the timeout. They are asked for only if the first ones came: a
@@ -116,6 +117,7 @@ class _Check:
         self._engine, self._limits, self._clock = engine, limits, clock
         self._began = clock()
         self._probes: list[asyncio.Task[str]] = []
+        self._accepted = 0  # probes that the engine may be at work on
         self._before: Figures | None = None
         self._before_mono_s = self._began
 
@@ -140,6 +142,7 @@ class _Check:
         """Send one more probe and wait for a sign of life; None when there is none `until` then,
         or all probes so far were refused and it is time for the next."""
         left_s = self._began + self._limits.timeout_s - self._clock()
+        self._accepted += 1
         self._probes.append(asyncio.create_task(self._ask(max(0.001, left_s))))
         refused_until = float("inf")
         while True:
@@ -152,8 +155,7 @@ class _Check:
             waiting = {p for p in self._probes if not p.done()}
             now = self._clock()
             if not waiting and refused_until == float("inf"):
-                last = len(self._probes) == self._limits.failures
-                refused_until = now if last else now + REFUSED_DELAY_S
+                refused_until = now + REFUSED_DELAY_S
             left_s = min(until, refused_until) - now
             if left_s <= 0:
                 return None
@@ -167,6 +169,9 @@ class _Check:
             await self._engine.client.probe(limit_s)
         except EngineTimeout:
             return self._silent()
+        except EngineRefused as e:
+            self._accepted -= 1
+            return str(e)
         except Exception as e:  # whatever is wrong with an answer, it is no sign of life
             return str(e) or type(e).__name__
         return ""
@@ -181,8 +186,9 @@ class _Check:
 
     async def _first_figures(self) -> None:
         timeout_s = self._limits.timeout_s
-        await asyncio.sleep(FIRST_FIGURES * timeout_s)
-        self._before = await self._figures((1 - FIRST_FIGURES) * timeout_s)
+        delay_s = min(FIRST_FIGURES_S, timeout_s / 4)
+        await asyncio.sleep(delay_s)
+        self._before = await self._figures(timeout_s - delay_s)
         self._before_mono_s = self._clock()
 
     async def _conclude(self) -> Verdict:
@@ -190,9 +196,8 @@ class _Check:
         if self._before is not None:
             after = await self._figures(min(LONGEST_FIGURES_S, self._limits.timeout_s))
         now = self._clock()
-        computing = computes(
-            self._before, after, now - self._before_mono_s, probes=len(self._probes)
-        )
+        elapsed_s = now - self._before_mono_s
+        computing = computes(self._before, after, elapsed_s, probes=self._accepted)
         silent_s = now - self._engine.history.progress_mono_s
         verdict = conclude(self._failures(), silent_s, computing, self._limits)
         if verdict.health is Health.DEAD and (stopped := self._engine.process.stopped()):
