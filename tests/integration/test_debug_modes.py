@@ -108,7 +108,9 @@ def one_group(tmp_path_factory, rolled_out) -> Iterator[Ended]:
 
 @pytest.fixture(scope="module")
 def two_groups(tmp_path_factory, rolled_out) -> Iterator[Ended]:
-    yield from trained(tmp_path_factory, rolled_out, 2)
+    """The rollout role, which holds the ledger, is killed once."""
+    faults = json.dumps(["kill rollout at step 1"])
+    yield from trained(tmp_path_factory, rolled_out, 2, "--chaos.enable", "--chaos.faults", faults)
 
 
 def subjects(done: Ended) -> set[str]:
@@ -177,12 +179,20 @@ def test_neither_mode_touches_journal_or_session_beside_it(rolled_out, two_group
 def test_train_only_starts_trainers_and_their_ledger_alone(one_group, two_groups):
     for done, trainers in ((one_group, {"trainer-0"}), (two_groups, {"trainer-0", "trainer-1"})):
         assert done.exit_code == ExitCode.DONE, done.job.story()
-        assert subjects(done) == {"lighthouse", "rollout", *trainers}
+        assert subjects(done) - {"chaos"} == {"lighthouse", "rollout", *trainers}
         assert any("--role rollout" in c for c in done.commands)
         assert not [c for c in done.commands if "sglang" in c or "--role serving" in c]
         assert not done.job.events(Kind.PUBLISH) and not done.job.events(Kind.FAULT)
         assert not (done.job.folder.path / "serving").exists()
         assert [m["participants"] for m in done.job.metrics()] == [len(trainers)] * ROLLOUTS
+
+
+@pytest.mark.row("J2")
+def test_a_killed_ledger_goes_on_where_it_was(two_groups):
+    job = two_groups.job
+    assert [e.data["subject"] for e in job.events(Kind.CHAOS) if e.phase == "inject"] == ["rollout"]
+    assert job.attempts("rollout") == 2 and job.attempts("trainer-0") == 1
+    assert [e.step for e in job.events(Kind.COMMIT)] == list(range(1, ROLLOUTS + 1))
 
 
 @pytest.mark.row("J2")
