@@ -151,7 +151,8 @@ def serving_role(run: Path, **rollout: Any) -> Iterator[ServingRole]:
 @pytest.fixture(scope="session")
 def real_serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingRole]:
     """Two real engines that serve a version."""
-    with serving_role(tmp_path_factory.mktemp("serving")) as role:
+    # Several tests kill its engines.
+    with serving_role(tmp_path_factory.mktemp("serving"), engine_max_restarts=20) as role:
         role.until(lambda: "starting" not in role.states())
         role.publish(0)
         yield role
