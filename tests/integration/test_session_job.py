@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -392,3 +394,41 @@ def test_nothing_is_kept_for_no_time(job, end):
 
 def phases(job: SmallJob) -> list[str | None]:
     return [e.phase for e in job.events(Kind.SESSION)]
+
+
+@pytest.mark.row("F1")
+@pytest.mark.row("F2")
+def test_the_gateway_goes_on_with_its_session(job, tmp_path):
+    """The next job finds it through serving, and asks no other that is there."""
+    job.start("--rollout.router", "smg").up()
+    assert job.publish(0) == 1
+
+    def gateway() -> dict[str, Any]:
+        return job.call("GET", "/v1/status")["gateway"]
+
+    job.wait_for(lambda: len(gateway()["listed"]) == 2, "both engines at the gateway")
+    first, serving = gateway(), job.serving_id()
+    assert job.generate_status(20) == 200
+    with decoy_beside(int(first["url"].rpartition(":")[2])) as decoy:
+        job.kill()
+        check_kept(job)
+        job.start(GO_ON, "--rollout.router", "smg").up()
+        assert job.publish(1) == 2
+        assert job.generate_status(20) == 200
+        job.wait_for(lambda: len(gateway()["listed"]) == 2, "both engines at the gateway")
+        assert (job.serving_id(), gateway()) == (serving, first)
+        with pytest.raises(BlockingIOError):
+            decoy.accept()
+    assert "engines listed 2" in job.command("status", "s").stdout
+    assert job.finish(0) == ExitCode.DONE, job.story()
+    check_nothing(job)
+
+
+def decoy_beside(port: int) -> socket.socket:
+    """A listener at the nearest free port."""
+    for near in range(port + 1, port + 20):
+        with contextlib.suppress(OSError):
+            decoy = socket.create_server(("127.0.0.1", near))
+            decoy.setblocking(False)
+            return decoy
+    raise AssertionError(f"no free port near {port}")
