@@ -13,9 +13,11 @@ from torchtitan_rl_ft.observability.events import Event, Kind
 
 pytestmark = pytest.mark.timeout(240)
 
-STEPS = 60
+STEPS = 140
+"""Long enough for an engine to come back, whatever else the machine does."""
+
 KILL = "kill engine-1 at step 2"
-STOP = "stop rollout for 6 s at step 6"  # time for the engine to come back meanwhile
+STOP = "stop rollout for 3 s at step 6"
 DARK = "blackhole engine-0 for 1 s at step 10"
 IN_SERVICE = {"stale", "installing", "serving"}
 """States of an engine that has joined: between versions, or at one."""
@@ -49,7 +51,7 @@ def check_kill(job: Job, kill: Event) -> None:
     assert (kill.data["pid"], kill.data["start_time"]) == (victim["pid"], victim["start_time"])
     commits = {e.step: e.mono_s for e in job.events(Kind.COMMIT)}
     assert kill.data["planned_mono_s"] == commits[2]
-    assert commits[2] < kill.mono_s < commits[2] + 2
+    assert commits[2] < kill.mono_s < commits[2] + 5
     # Registered and in service when it was hit, and nobody had been told.
     assert kill.data["listed"] in IN_SERVICE
     moves = job.events(Kind.TRANSITION, subject="engine-1")
@@ -58,7 +60,7 @@ def check_kill(job: Job, kill: Event) -> None:
     # One recovery: one exit, one restart, one engine that serves again.
     [ended] = [e for e in job.events(Kind.EXIT, subject="engine-1") if e.phase == "fault"]
     assert ended.data["pid"] == victim["pid"]
-    assert kill.mono_s < ended.mono_s < kill.mono_s + 2
+    assert kill.mono_s < ended.mono_s < kill.mono_s + 5
     assert len(job.events(Kind.RESTART, subject="engine-1")) == 1
     after = [e.data["new"] for e in moves if e.mono_s > ended.mono_s]
     assert "serving" in after
@@ -70,7 +72,7 @@ def check_kill(job: Job, kill: Event) -> None:
 def check_stop(job: Job, stop: Event) -> None:
     """It stood still for the time, and was not restarted."""
     lift = lift_of(job, stop)
-    assert 6 <= lift.mono_s - stop.mono_s < 10
+    assert 3 <= lift.mono_s - stop.mono_s < 7
     others = [e for e in job.events() if e.name == "rollout" and e.pid == stop.data["pid"]]
     assert not [e for e in others if stop.mono_s + 0.3 < e.mono_s < lift.mono_s - 0.3]
     assert job.attempts("rollout") == 1
