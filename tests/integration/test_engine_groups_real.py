@@ -59,7 +59,7 @@ def test_a_real_frozen_engine_reloads_its_own_checkpoint(tmp_path: Path) -> None
         again = role.generate("c", seeds=[1, 2], group="reference")
         assert [s["output_ids"] for s in again] == [s["output_ids"] for s in frozen]
         # It was never given a version.
-        assert [e["subject"] for e in role.events("install")] == ["engine-0"] * 2
+        assert [e["data"]["subject"] for e in role.events("install")] == ["engine-0"] * 2
         log = Path(after["log"]).read_text()
         assert "update_weights" not in log
 
