@@ -464,3 +464,16 @@ def living(pids: set[int]) -> set[int]:
             if psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
                 found.add(number)
     return found
+
+
+async def test_an_end_that_is_asked_for_twice_is_carried_out(tmp_path: Path, model: Path) -> None:
+    """A repeated detach, or SIGTERM after it: the second call breaks nothing off."""
+    async with open_pool(tmp_path, model) as pool:
+        await pool.publish(0)
+        engines = [psutil.Process(e["pid"]) for e in pool.service.status()["engines"]]
+        closing = [asyncio.create_task(pool.service.close()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        closing.pop().cancel()  # its caller has gone
+        await asyncio.gather(*closing, pool.service.close())
+        assert len(pool.seen("exit", phase="stop")) == 2
+        assert not any(e.is_running() and e.status() != psutil.STATUS_ZOMBIE for e in engines)

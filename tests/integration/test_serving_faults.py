@@ -18,8 +18,8 @@ from policies import tiny_model, token_of, write_policy
 from serving_pool import Pool, open_pool
 
 from torchtitan_rl_ft.serving.pool import PoolFailed
+from torchtitan_rl_ft.serving.releases import PublishRefused
 from torchtitan_rl_ft.serving.router import RequestFailed, RequestRejected
-from torchtitan_rl_ft.serving.service import PublishRefused
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -16,9 +17,10 @@ from safetensors.numpy import load_file
 from serving_pool import Pool, open_pool
 
 from torchtitan_rl_ft.chaos import faults
-from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 from torchtitan_rl_ft.serving import updates
-from torchtitan_rl_ft.serving.service import PublishLate, PublishRefused, ServingService
+from torchtitan_rl_ft.serving.ownership import NotOwner
+from torchtitan_rl_ft.serving.releases import PublishLate, PublishRefused, Releases
 from torchtitan_rl_ft.weights.manifest import Manifest
 
 MANY_STARTS = {"engine_max_restarts": 30}
@@ -291,9 +293,9 @@ async def test_infinite_weights_never_reach_an_engine(tmp_path: Path, model: Pat
 
 async def test_a_file_system_that_hangs_holds_up_no_caller(tmp_path: Path, model: Path) -> None:
     """The publish goes on meanwhile, and is found when the same state is announced again."""
-    prove = ServingService._prove
+    prove = Releases._prove
 
-    def hang(self: ServingService, path: Path) -> tuple[Manifest, dict]:
+    def hang(self: Releases, path: Path) -> tuple[Manifest, dict]:
         time.sleep(1.5)
         return prove(self, path)
 
@@ -301,7 +303,7 @@ async def test_a_file_system_that_hangs_holds_up_no_caller(tmp_path: Path, model
         await pool.publish(0)
         path, digest = write_policy(pool.folder.weights, model, 1, scale=1.1)
         announce = (1, token_of(1), path, digest, "all")
-        with patch.object(ServingService, "_prove", hang):
+        with patch.object(Releases, "_prove", hang):
             start = time.monotonic()
             with pytest.raises(PublishLate, match=r"step 1 is not announced after 0\.3 s"):
                 await pool.service.publish(*announce, 0.3)
@@ -309,6 +311,55 @@ async def test_a_file_system_that_hangs_holds_up_no_caller(tmp_path: Path, model
             assert (await pool.generate())[0].versions == [1] * 8  # nobody else was held up
             assert await pool.service.publish(*announce, 10.0) == (2, [0, 1])
         assert pool.seen("publish", version=2) and not pool.seen("publish", version=3)
+
+
+@pytest.mark.row("D6")
+async def test_another_job_waits_for_no_file_system_of_its_predecessor(
+    tmp_path: Path, model: Path
+) -> None:
+    """What the former job was publishing gets no version, and no number is given out twice."""
+    prove, hang = Releases._prove, threading.Event()
+
+    def hanging(self: Releases, path: Path) -> tuple[Manifest, dict]:
+        if path.parent.parent == tmp_path:
+            hang.wait(20)
+        return prove(self, path)
+
+    async with open_pool(tmp_path / "a", model, engines=1) as pool:
+        await pool.publish(0)
+        path, digest = write_policy(tmp_path / "weights", model, 1, scale=1.1)
+        with patch.object(Releases, "_prove", hanging):
+            late = asyncio.create_task(
+                pool.service.publish(1, token_of(1), path, digest, "none", 20.0)
+            )
+            await asyncio.sleep(0.1)
+            pool.folder = RunFolder(tmp_path / "b")
+            start = time.monotonic()
+            await pool.service.move(pool.folder)
+            assert (await pool.publish(1, scale=1.2)) == (2, [0])
+            assert time.monotonic() - start < 5.0
+            hang.set()
+            with pytest.raises(PublishRefused, match="serving works for another job"):
+                await late
+        assert (await pool.publish(2, scale=1.3)) == (3, [0])
+
+
+@pytest.mark.row("D7")
+async def test_who_lost_the_session_while_its_weights_were_read_gets_no_version(
+    tmp_path: Path, model: Path
+) -> None:
+    asked: list[str] = []
+
+    def permit() -> None:
+        asked.append("")
+        raise NotOwner("not yours")
+
+    async with open_pool(tmp_path, model, engines=1) as pool:
+        await pool.publish(0)
+        path, digest = write_policy(pool.folder.weights, model, 1, scale=1.1)
+        with pytest.raises(NotOwner, match="not yours"):
+            await pool.service.publish(1, token_of(1), path, digest, "none", 10.0, permit)
+        assert asked and pool.service.version == 1 and pool.states() == ["serving"]
 
 
 @pytest.mark.row("D6")

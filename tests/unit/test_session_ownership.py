@@ -148,7 +148,7 @@ async def test_a_late_detach_changes_nothing_and_ones_own_may_be_repeated(folder
 
 async def test_attaching_again_is_harmless(folder):
     ownership, admission, _, events, _ = await opened(folder)
-    await ownership.published()
+    await ownership.published("a")
     await ownership.attach(claim("a"))
     assert admission.closed is None and ownership.record.published
     assert [e["phase"] for e in events.events if e["kind"] is Kind.SESSION] == ["attach"]
@@ -164,7 +164,7 @@ async def test_admission_opens_with_the_first_publish_of_each_owner(folder):
     waiting = asyncio.create_task(admission.opened(10.0))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    await ownership.published()
+    await ownership.published("a")
     assert await waiting and ownership.awaits_publish is None
 
     life.of["a"] = False
@@ -172,8 +172,20 @@ async def test_admission_opens_with_the_first_publish_of_each_owner(folder):
     assert not await admission.opened(0.01) and ownership.awaits_publish == "b"
     await ownership.detach("b")
     assert "no job" in admission.closed and ownership.awaits_publish is None
-    await ownership.published()  # late, of nobody
+    await ownership.published("b")  # late, of nobody
     assert admission.closed
+
+
+@pytest.mark.row("D7")
+async def test_a_late_publish_of_the_former_job_opens_nothing_for_its_successor(folder):
+    """It was let in while its job was the owner, and engines took their time."""
+    ownership, admission, life, _, _ = await opened(folder)
+    life.of["a"] = False
+    await ownership.attach(claim("b"))
+    await ownership.published("a")
+    assert admission.closed and ownership.awaits_publish == "b"
+    await ownership.published("b")
+    assert admission.closed is None
 
 
 @pytest.mark.row("D7")
@@ -202,7 +214,7 @@ async def test_a_role_by_hand_fences_nobody(folder):
 @pytest.mark.row("D2")
 async def test_a_restarted_serving_keeps_the_owner_and_what_it_has_published(folder):
     ownership, _, life, _, _ = await opened(folder)
-    await ownership.published()
+    await ownership.published("a")
     trainer = Trainer(1, 1.0, HERE, "a", "trainer-0.0")
     await ownership.register(trainer)
     admission = Admission()
@@ -293,7 +305,7 @@ async def test_the_death_of_the_owner_is_noticed_and_its_trainers_are_ended(fold
     ownership = Ownership(folder, events, admission)
     mine = Owner(*process_of(supervisor), "a", "/runs/a")
     await ownership.open(dataclasses.replace(claim("a"), owner=mine), SERVING, by_hand=False)
-    await ownership.published()
+    await ownership.published("a")
     await ownership.register(Trainer(*process_of(orphan), "a", "trainer-0.0"))
     pid, start_time, host = process_of(decoy)
     await ownership.register(Trainer(pid, start_time - 5.0, host, "a", "trainer-1.0"))

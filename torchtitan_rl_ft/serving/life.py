@@ -53,12 +53,7 @@ class Life:
         finally:
             for task in tasks:
                 task.cancel()
-            retiring = asyncio.create_task(self._retire(reason))
-            try:
-                await asyncio.shield(retiring)
-            except asyncio.CancelledError:
-                await retiring
-                raise
+            await _to_the_end(self._retire(reason))
             await asyncio.gather(*tasks, return_exceptions=True)
         return reason
 
@@ -181,3 +176,16 @@ async def _reason(work: Coroutine[Any, Any, str]) -> str:
         return await work
     except Retire as e:
         return str(e)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """`work`, which has a limit of its own, however often the caller is cancelled meanwhile."""
+    task, cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    task.result()
+    if cancelled:
+        raise asyncio.CancelledError

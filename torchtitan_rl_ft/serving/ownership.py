@@ -246,11 +246,14 @@ class Ownership:
                 f"session {self.record.id} belongs to {owner or 'no job'}, not to the sender's job"
             )
 
-    async def published(self) -> None:
-        """A policy has been published: admission opens, if there is an owner."""
+    async def published(self, attempt: str | None) -> None:
+        """A policy of `attempt` (None: not told) has been published: admission opens, if that one
+        is the owner. It may have lost the session while engines took its policy."""
         async with self._lock:
-            if self.record.owner is not None and not self.record.published:
-                await self._put(replace(self.record, published=True))
+            owner = self.record.owner
+            if owner is None or attempt not in (None, owner.attempt) or self.record.published:
+                return
+            await self._put(replace(self.record, published=True))
 
     @property
     def awaits_publish(self) -> str | None:

@@ -14,14 +14,10 @@ from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.serving.memory import ReleaseFailed
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
+from torchtitan_rl_ft.serving.releases import PublishLate, PublishRefused
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
-from torchtitan_rl_ft.serving.service import (
-    NotColocated,
-    PublishLate,
-    PublishRefused,
-    ServingService,
-)
+from torchtitan_rl_ft.serving.service import NotColocated, ServingService
 
 MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
@@ -60,9 +56,14 @@ class Routes:
         wait = body.get("wait", "none")
         if wait not in ("first", "all", "none"):
             raise RequestError(400, f"wait is {wait!r}: first, all or none")
+        attempt, ownership = body.get("attempt"), self._ownership
+
+        def permit() -> None:
+            if ownership is not None:
+                ownership.check_publisher(attempt)
+
         try:
-            if self._ownership is not None:
-                self._ownership.check_publisher(body.get("attempt"))
+            permit()
             version, installed = await self._service.publish(
                 _field(body, "step", int),
                 _field(body, "token", str),
@@ -70,13 +71,14 @@ class Routes:
                 _field(body, "manifest_digest", str),
                 wait,
                 _number(body, "deadline_s"),
+                permit,
             )
         except (PublishRefused, NotOwner) as e:
             raise RequestError(409, str(e)) from e
         except PublishLate as e:
             raise RequestError(503, str(e)) from e
-        if self._ownership is not None:
-            await self._ownership.published()
+        if ownership is not None:
+            await ownership.published(attempt)
         return web.json_response({"version": version, "installed": installed})
 
     async def version(self, request: web.Request) -> web.Response:
@@ -158,7 +160,7 @@ class Answer:
 
     def serves(self, asked: GenerateRequest, version: int) -> bool:
         """Whether it is, or will be, the answer to `asked` under the current `version`."""
-        if asked != self._asked:
+        if asked != self._asked or self._task.cancelling():
             return False
         if not self.done:
             return True

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,14 @@ from torchtitan_rl_ft.serving.held_versions import highest_held
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
+from torchtitan_rl_ft.serving.releases import Announcement, Releases
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
 from torchtitan_rl_ft.serving.router import Router
 from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
 from torchtitan_rl_ft.serving.shared import Shared, Target
-from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.installer import Installer
-from torchtitan_rl_ft.weights.manifest import (
-    Manifest,
-    WeightsInvalid,
-    checkpoint_manifest,
-)
-from torchtitan_rl_ft.weights.proof import Proof, derive_proof, make_proofs
+from torchtitan_rl_ft.weights.manifest import WeightsInvalid, checkpoint_manifest
+from torchtitan_rl_ft.weights.proof import derive_proof
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
@@ -50,14 +47,6 @@ MAX_SEED = 2**31 - 1
 
 class NotColocated(Exception):
     """There is no memory to be given up."""
-
-
-class PublishRefused(Exception):
-    """The weights are not what was announced, or not of this model. Nothing has changed."""
-
-
-class PublishLate(Exception):
-    """The weights could not be read and noted in time. That goes on; ask again."""
 
 
 class ServingService:
@@ -81,14 +70,11 @@ class ServingService:
         self._groups = engine_groups(rollout)
         self._random = randomness or random.SystemRandom()
         self._vocabularies = {g.name: _vocabulary(launcher.model_path(g)) for g in self._groups}
-        self._versions = VersionStore(folder.weights)
-        self._publishing = asyncio.Lock()
-        self._releasing: set[asyncio.Task[Target]] = set()
         self.admission = Admission()
-        self._shapes: dict[str, tuple[str, list[int]]] | None = None
         self._changes = Changes()
         self._gateway_runs: list[asyncio.Task[None]] = []
         self._frozen: list[asyncio.Task[None]] = []
+        self._closing: asyncio.Task[None] | None = None
         self._records = EngineRecords(engines_file or folder.path / "serving" / "engines.json")
         self._shared = Shared(
             rollout=rollout,
@@ -107,6 +93,7 @@ class ServingService:
             deregistration=Deregistration(events),
         )
         self.pool = EnginePool(self._shared)
+        self._releases = Releases(self._shared, self.pool)
         self.gateway = self._make_gateway(gateway_program) if rollout.router == "smg" else None
         self._router = Router(
             self.pool,
@@ -137,13 +124,7 @@ class ServingService:
     async def open(self) -> None:
         """Take over what an earlier serving role of this run left, and start what is missing.
         Engines take the newest published version as soon as they are up. Raises RecordsCorrupt."""
-        newest = self._versions.newest
-        if newest is not None:
-            try:
-                self.pool.require(await self._targets(newest))
-            except (WeightsInvalid, OSError) as e:
-                cause = f"version {newest.version} of an earlier serving cannot be used: {e}"
-                self._events.emit(Kind.WARN, cause=cause, version=newest.version)
+        await self._releases.open()
         self._frozen = [
             asyncio.create_task(self._require_frozen(g))
             for g in self._groups
@@ -152,15 +133,8 @@ class ServingService:
         if self.gateway is not None:
             self._gateway_runs = [asyncio.create_task(self.gateway.run())]
         adopted = await self._inherit()
-        await self._number_above(await highest_held(self._shared.http, adopted.values()))
+        await self._releases.number_above(await highest_held(self._shared.http, adopted.values()))
         self.pool.open(adopted)
-
-    async def _number_above(self, held: int) -> None:
-        """No version is given out twice, also when the file of versions was lost."""
-        if held >= self._versions.next:
-            cause = f"an adopted engine holds version {held}, unknown here: numbers go on above it"
-            self._events.emit(Kind.WARN, cause=cause, version=held)
-            await asyncio.to_thread(self._versions.raise_to, held + 1)
 
     async def _inherit(self) -> dict[int, EngineRecord]:
         """Living engines that fit, by slot. The others are ended."""
@@ -202,6 +176,12 @@ class ServingService:
         return await self.pool.lend_memory(timeout_s)
 
     async def close(self) -> None:
+        """End all engines. Several may ask for it: it is done once, and awaited by all."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         for task in self._frozen:
             task.cancel()
         await self.pool.close()
@@ -221,12 +201,7 @@ class ServingService:
 
     async def move(self, folder: RunFolder) -> None:
         """Go on in another run folder: the next version is above those of both."""
-        async with self._publishing:
-            if folder.path == self._shared.folder.path:
-                return
-            earlier, self._versions = self._versions, VersionStore(folder.weights)
-            self._shared.folder = folder
-            await asyncio.to_thread(self._versions.raise_to, earlier.next)
+        await self._releases.move(folder)
 
     def judge_by(self, health: HealthTimes) -> None:
         """Take the health times of another job."""
@@ -236,8 +211,7 @@ class ServingService:
 
     def continue_above(self, earlier: RunFolder) -> None:
         """As `move`, after a serving role that worked in `earlier` and has died."""
-        if earlier.path != self._shared.folder.path:
-            self._versions.raise_to(VersionStore(earlier.weights).next)
+        self._releases.continue_above(earlier)
 
     @property
     def version(self) -> int:
@@ -246,26 +220,26 @@ class ServingService:
         return target.release.version if target is not None else 0
 
     async def publish(
-        self, step: int, token: str, path: Path, manifest_digest: str, wait: str, deadline_s: float
+        self,
+        step: int,
+        token: str,
+        path: Path,
+        manifest_digest: str,
+        wait: str,
+        deadline_s: float,
+        permit: Callable[[], None] = lambda: None,
     ) -> tuple[int, list[int]]:
         """Give the state (step, token) a version and have all engines take it.
 
         Returns the version and the slots that serve it once `wait` is met ("none": at once,
         "first": one engine, "all": every live engine) or `deadline_s` is over. The same state
-        gets the same version. Raises PublishRefused, PublishLate.
+        gets the same version. `permit` raises when the caller may not publish any more. Raises
+        PublishRefused, PublishLate, and what `permit` raises.
         """
         end = time.monotonic() + deadline_s
-        # A task of its own: a file system that hangs holds it up, not its caller, and what it
-        # has begun is whole when the same state is announced again.
-        task = asyncio.create_task(self._release_alone(step, token, path, manifest_digest))
-        self._releasing.add(task)
-        task.add_done_callback(self._released)
-        await asyncio.wait({task}, timeout=deadline_s)
-        if not task.done():
-            raise PublishLate(
-                f"step {step} is not announced after {deadline_s:g} s: reading {path} takes longer"
-            )
-        target = task.result()
+        target = await self._releases.release(
+            Announcement(step, token, path, manifest_digest, permit), deadline_s
+        )
         version = target.release.version
         if wait == "first":
             await self._changes.wait_until(
@@ -278,94 +252,9 @@ class ServingService:
             )
         return version, sorted(e.slot for e in self.pool.serving(version))
 
-    async def _release_alone(
-        self, step: int, token: str, path: Path, manifest_digest: str
-    ) -> Target:
-        async with self._publishing:
-            return await self._release(step, token, path, manifest_digest)
-
-    def _released(self, task: asyncio.Task[Target]) -> None:
-        self._releasing.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            # Its caller may have gone.
-            self._events.emit(Kind.WARN, cause=f"not published: {error}")
-
     def _superseded(self, version: int) -> bool:
         target = self.pool.target
         return target is not None and target.release.version > version
-
-    async def _release(self, step: int, token: str, path: Path, manifest_digest: str) -> Target:
-        """The target for a state, new or the present one."""
-        known = self._versions.find(step, token)
-        present = self.pool.target
-        if known is not None and present is not None and known == present.release:
-            return present
-        try:
-            manifest, proofs = await asyncio.to_thread(self._prove, path)
-        except (WeightsInvalid, OSError, ValueError) as e:
-            raise PublishRefused(f"step {step} not published: {e}") from e
-        if manifest_digest and manifest.digest != manifest_digest:
-            raise PublishRefused(f"{path} holds another manifest than {manifest_digest}")
-        if (manifest.step, manifest.token) != (step, token):
-            raise PublishRefused(
-                f"{path} holds step {manifest.step} ({manifest.token}), not {step} ({token})"
-            )
-        self._check_shapes(manifest)
-        # Durable writes leave the loop: a busy disk must not stop requests.
-        release = await asyncio.to_thread(self._versions.add, step, token, path, manifest.digest)
-        if known is not None:
-            self._events.emit(
-                Kind.WARN,
-                cause=f"step {step} was version {known.version}; it is current again",
-                step=step,
-                version=release.version,
-            )
-        targets = {group: Target(release, proof) for group, proof in proofs.items()}
-        target = next(iter(targets.values()))
-        kind = target.proof.kind
-        self._events.emit(
-            Kind.PUBLISH, step=step, version=release.version, path=str(path), proof=kind
-        )
-        self.pool.require(targets)
-        await asyncio.to_thread(self._prune)
-        return target
-
-    def _prove(self, path: Path) -> tuple[Manifest, dict[str, Proof]]:
-        """The proof of a published folder for each group that takes it; engines of one layout
-        share one. Reads all weights. Raises WeightsInvalid, OSError."""
-        layouts = {g.name: self._launcher.layout(g) for g in self._groups if takes_versions(g)}
-        manifest, proofs = make_proofs(path, layouts.values())
-        return manifest, {group: proofs[layout] for group, layout in layouts.items()}
-
-    def _check_shapes(self, manifest: Manifest) -> None:
-        """Every release has the tensors of the first one. Raises PublishRefused."""
-        shapes = {name: (t.dtype, t.shape) for name, t in manifest.tensors.items()}
-        if self._shapes is None:
-            self._shapes = shapes
-        for name in self._shapes.keys() | shapes.keys():
-            if self._shapes.get(name) != shapes.get(name):
-                raise PublishRefused(
-                    f"step {manifest.step} not published: tensor {name} is {shapes.get(name)}, "
-                    f"in earlier versions {self._shapes.get(name)}"
-                )
-
-    async def _targets(self, release: Release) -> dict[str, Target]:
-        """Of an earlier serving's release. Raises WeightsInvalid, OSError."""
-        limit_s = self._rollout.engine_start_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                manifest, proofs = await asyncio.to_thread(self._prove, Path(release.path))
-        except TimeoutError:
-            raise WeightsInvalid(f"{release.path} was not read within {limit_s:g} s") from None
-        if manifest.digest != release.manifest_digest:
-            raise WeightsInvalid(f"{release.path} holds another policy")
-        self._check_shapes(manifest)
-        return {group: Target(release, proof) for group, proof in proofs.items()}
-
-    def _prune(self) -> None:
-        """Remove weights that no engine holds or loads."""
-        needed = {v for e in self.pool.engines for v in (e.version, e.loading) if v is not None}
-        self._versions.prune(needed)
 
     async def wait_version(self, after: int, timeout_s: float) -> dict[str, Any]:
         """The present version once it is above `after` and served, or at the timeout."""
