@@ -36,7 +36,8 @@ FORMAT = 1
 
 
 class SessionUnreadable(Exception):
-    """session.json cannot be read: whose the session is cannot be told."""
+    """A file of the session cannot be read: whose it is, or what its engines hold, cannot be
+    told."""
 
 
 class SessionBusy(Exception):
@@ -239,7 +240,8 @@ class SessionFolder:
             return []
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise SessionUnreadable(
-                f"{self.engines} cannot be read ({type(e).__name__}: {e})"
+                f"{self.engines} cannot be read ({type(e).__name__}: {e}): end the engines of the "
+                "session that are still there, then remove the file"
             ) from e
 
     def living(self) -> bool:

@@ -369,6 +369,11 @@ def test_interrupted(job, keep):
 @pytest.mark.parametrize("serving_dies_too", [False, True])
 def test_a_retained_session_ends_by_itself(job, serving_dies_too):
     job.start("--rollout.retain_ttl", "3").up()
+    if serving_dies_too:  # and before it the warden, which is started again
+        first = job.session_record().warden
+        process.kill(first)
+        job.wait_for(lambda: job.session_record().warden != first, "another warden", 10)
+        assert len(job.events(Kind.WARN)) == 1
     job.kill()
     killed_s = time.monotonic()
     if serving_dies_too:

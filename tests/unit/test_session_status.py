@@ -255,3 +255,18 @@ def test_what_lives_of_a_session(sleeper):
     folder.engines.write_text("{")
     with pytest.raises(SessionUnreadable):
         living_processes(folder)
+
+
+@pytest.mark.parametrize("command", ["status", "stop"])
+def test_unreadable_records_of_engines_are_one_error(home, capsys, command):
+    """The serving role that knew them has died."""
+    session().engines.write_bytes(b"")
+    assert cli.main([command, "s"]) == ExitCode.CONFIG
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "engines.json cannot be read" in line and "remove the file" in line
+
+
+def test_a_directory_with_the_name_of_a_session(home, capsys):
+    session()
+    (home / "s").mkdir()
+    assert status(capsys, "s")["session"] == "s"

@@ -16,7 +16,14 @@ import pytest
 
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving import warden
-from torchtitan_rl_ft.session_folder import Owner, ServingAt, SessionFolder, SessionRecord, boot_s
+from torchtitan_rl_ft.session_folder import (
+    Owner,
+    ServingAt,
+    SessionBusy,
+    SessionFolder,
+    SessionRecord,
+    boot_s,
+)
 
 HERE = socket.gethostname()
 DEAD = ServingAt(1, 1.0, HERE, "", "")  # pid 1 did not begin then
@@ -127,8 +134,8 @@ def test_a_new_serving_role_is_not_robbed(run, tmp_path):
     session = kept(tmp_path, retain_ttl_s=0.0)
     record_engine(session, ProcessId.of(engine.pid), scratch=tmp_path / "scratch")
     record = session.read()
-    with session.serving_lock():
-        assert not warden.end(session, record)
+    with session.serving_lock(), pytest.raises(SessionBusy):
+        warden.end(session, record)
     session.write(dataclasses.replace(record, last_attempt="new"))
     assert not warden.end(session, record)
     assert engine.poll() is None and session.path.exists()
@@ -165,3 +172,17 @@ def test_when_a_session_is_due(changed, orphaned_boot_s, due_s):
 def test_who_looks_after_a_session(changed, expected):
     record = dataclasses.replace(SessionRecord("s", "r", DEAD), **changed)
     assert warden.owned(record) is expected
+
+
+def test_what_cannot_be_read_is_said_once(tmp_path):
+    """It may be mended; until then nothing of it is touched."""
+    session = kept(tmp_path, retain_ttl_s=0.0)
+    session.engines.write_bytes(b"")
+    command = [sys.executable, "-I", "-S", warden.__file__, str(session.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as guard:
+        time.sleep(2.5)
+        assert guard.poll() is None and session.path.exists()
+        session.engines.write_text("{}")
+        out, _ = guard.communicate(timeout=5.0)
+    assert "engines.json cannot be read" in out.splitlines()[0]
+    assert out.splitlines()[1:] == ["session s: ended after its retention"]

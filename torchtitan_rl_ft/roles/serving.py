@@ -20,7 +20,7 @@ from torchtitan_rl_ft.config.sections import RolloutSection
 from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
 from torchtitan_rl_ft.roles.session import claim_of
 from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFolder
@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 NAME = "serving"
 
 WARDEN_ENDS_S = 15.0
+WARDEN_PAUSE_S = 1.0
+WARDEN_PAUSE_MAX_S = 60.0
 
 SESSION_ERRORS = (NotOwner, SessionBusy, SessionUnreadable)
 """Another job has the session: a restart meets it again."""
@@ -159,7 +161,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         folder.register(NAME, url)
         stack.callback(lambda: RunFolder(ownership.record.run_folder).unregister(NAME))
         events.emit(Kind.READY, url=url)
-        if reason := await _until_stopped(service, ownership, stop):
+        if reason := await _until_stopped(service, ownership, stop, events):
             events.emit(Kind.SESSION, phase="expire", cause=reason, session=session.id)
             stop.set()
     return ExitCode.DONE
@@ -211,19 +213,44 @@ async def guard(ownership: Ownership) -> None:
     await ownership.guarded_by(child.id)
 
 
+async def keep_guarded(ownership: Ownership, events: EventSink) -> None:
+    """Start another warden when it has died: at most one a second, after those that die young
+    one a minute."""
+    pause_s, said = WARDEN_PAUSE_S, ""
+    while True:
+        began_s = time.monotonic()
+        if (warden := ownership.record.warden) is not None:
+            await process.wait_gone(warden)
+        if time.monotonic() - began_s > WARDEN_PAUSE_MAX_S:
+            pause_s = WARDEN_PAUSE_S
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, WARDEN_PAUSE_MAX_S)
+        cause = "the session's warden has died: another one is started"
+        try:
+            await guard(ownership)
+        except OSError as e:  # a full disk: the engines serve on
+            cause = f"the session's warden has died, and no other can be started: {e}"
+        if cause != said:
+            events.emit(Kind.WARN, cause=cause)
+        said = cause
+
+
 async def _until_stopped(
-    service: ServingService, ownership: Ownership, stop: asyncio.Event
+    service: ServingService, ownership: Ownership, stop: asyncio.Event, events: EventSink
 ) -> str | None:
     """Returns why the retention is over, or None when the role was told to stop. Raises
     PoolFailed, and whatever broke the service's own code."""
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(service.run_until_failed())
     over = asyncio.create_task(ownership.watch())
+    guarded = asyncio.create_task(keep_guarded(ownership, events))
     try:
-        await asyncio.wait({stopped, failed, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopped, failed, over, guarded}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
+        if guarded.done():
+            guarded.result()
         return over.result() if over.done() else None
     finally:
-        for task in (stopped, failed, over):
+        for task in (stopped, failed, over, guarded):
             task.cancel()

@@ -21,7 +21,7 @@ from torchtitan_rl_ft.roles.keeper import RoleSpec
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_process import end_recorded
-from torchtitan_rl_ft.serving.engine_records import EngineRecords
+from torchtitan_rl_ft.serving.engine_records import EngineRecords, RecordsCorrupt
 from torchtitan_rl_ft.serving.health_times import HealthTimes
 from torchtitan_rl_ft.serving.ownership import Claim, why_not_attached
 from torchtitan_rl_ft.session_folder import (
@@ -241,8 +241,13 @@ async def end_session(folder: SessionFolder, limit_s: float) -> Ended:
     end = time.monotonic() + limit_s
     record = _of_this_host(folder)
     records = EngineRecords(folder.engines)
-    engines = sum(r.alive for r in records.read())
     serving = record is not None and bool(record.serving.alive())
+    engines = 0
+    try:
+        engines = sum(r.alive for r in records.read())
+    except RecordsCorrupt:
+        if not serving:  # else that one knows its engines: it ends them, and the file with them
+            raise
     if serving:
         assert record is not None
         process.kill(record.serving.id, signal.SIGTERM)

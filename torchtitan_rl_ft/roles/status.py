@@ -48,10 +48,12 @@ class Target:
     @classmethod
     def of(cls, name: str) -> Target:
         """From a run folder or the id of a session. Raises ConfigError."""
-        if Path(name).is_dir():
-            return cls.of_job(Resolved.read(name))
         session = SessionFolder(name)
-        if "/" in name or not session.path.is_dir():
+        is_session = "/" not in name and session.path.is_dir()
+        # A directory may happen to have a session's name.
+        if RunFolder(name).resolved_config.exists() or (Path(name).is_dir() and not is_session):
+            return cls.of_job(Resolved.read(name))
+        if not is_session:
             known = ", ".join(s.id for s in SessionFolder.all()) or "none"
             raise ConfigError(
                 f"{name} is neither a run folder nor a session of this machine (sessions: {known})"

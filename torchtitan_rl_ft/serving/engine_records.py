@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.run_folder import ProcessId, write_atomic
+from torchtitan_rl_ft.session_folder import SessionUnreadable
 
 
-class RecordsCorrupt(Exception):
+class RecordsCorrupt(SessionUnreadable):
     """The file of records cannot be read; engines that it names may be running."""
 
 

@@ -67,11 +67,12 @@ def owned(record: SessionRecord) -> bool:
 def watch(folder: SessionFolder) -> None:
     """Until the session is gone, by itself or by us."""
     orphaned_boot_s: float | None = None
+    said = ""
     while True:
         try:
             record = folder.read()
         except SessionUnreadable as e:
-            print(e, flush=True)
+            said = say(str(e), said)
             time.sleep(POLL_S)
             continue
         if record is None:
@@ -81,31 +82,39 @@ def watch(folder: SessionFolder) -> None:
         elif orphaned_boot_s is None:
             orphaned_boot_s = boot_s()
         due_s = due_in_s(record, orphaned_boot_s, boot_s())
-        if due_s is not None and due_s <= 0 and end(folder, record):
-            return
+        if due_s is not None and due_s <= 0:
+            try:
+                if end(folder, record):
+                    return
+            except (SessionBusy, SessionUnreadable) as e:
+                said = say(str(e), said)
         time.sleep(POLL_S)
 
 
+def say(line: str, before: str) -> str:
+    """Write `line` to the log unless it is what was said `before`; returns it."""
+    if line != before:
+        print(line, flush=True)
+    return line
+
+
 def end(folder: SessionFolder, record: SessionRecord) -> bool:
-    """Kill what the session holds and forget it. False when it was taken up meanwhile."""
+    """Kill what the session holds and forget it. False when it was taken up meanwhile. Raises
+    SessionBusy, SessionUnreadable."""
     if record.serving.alive():  # it hangs
         kill({record.serving.id}, KILL_TIMEOUT_S)
-    try:
-        with folder.serving_lock():
-            if folder.read() != record:
-                return False
-            holds = folder.engine_holds()
-            kill({p for hold in holds for p in hold.processes}, KILL_TIMEOUT_S)
-            for hold in holds:
-                shutil.rmtree(hold.scratch, ignore_errors=True)
-                for segment in hold.shared_memory:
-                    segment.unlink(missing_ok=True)
-            folder.remove()
-            print(f"session {folder.id}: ended after its retention", flush=True)
-            return True
-    except (SessionBusy, SessionUnreadable) as e:
-        print(e, flush=True)
-        return False
+    with folder.serving_lock():
+        if folder.read() != record:
+            return False
+        holds = folder.engine_holds()
+        kill({p for hold in holds for p in hold.processes}, KILL_TIMEOUT_S)
+        for hold in holds:
+            shutil.rmtree(hold.scratch, ignore_errors=True)
+            for segment in hold.shared_memory:
+                segment.unlink(missing_ok=True)
+        folder.remove()
+        print(f"session {folder.id}: ended after its retention", flush=True)
+        return True
 
 
 def kill(known: Iterable[ProcessId], timeout_s: float) -> None:
