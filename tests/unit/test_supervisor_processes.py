@@ -149,10 +149,38 @@ def test_whole_tree_is_ended_with_what_it_starts_meanwhile(tmp_path):
     assert escaped == []
 
 
-def test_processes_that_cannot_be_killed_in_time_are_returned(holder):
+def test_processes_that_cannot_be_killed_in_time_are_returned(holder, monkeypatch):
     alive = ProcessId.of(holder.pid)
+    monkeypatch.setattr(process, "kill", lambda target, signum=signal.SIGKILL: True)
     # A deadline that has passed: nothing is waited for.
     assert asyncio.run(process.kill_until_gone([alive], time.monotonic() - 1)) == [alive]
+
+
+def test_nothing_stays_stopped_when_the_time_is_over_or_the_caller_is_cancelled(tmp_path):
+    async def run():
+        children = [
+            process.spawn(["sleep", "60"], log=tmp_path / "log", env=dict(os.environ))
+            for _ in range(2)
+        ]
+        await process.kill_until_gone([children[0].id], time.monotonic() - 1)
+        assert await children[0].wait() == -signal.SIGKILL
+        killing = asyncio.create_task(
+            process.kill_until_gone([children[1].id], time.monotonic() + 10)
+        )
+        await asyncio.sleep(0.003)  # in the middle of it, or nearly
+        killing.cancel()
+        await asyncio.sleep(0.5)
+        state = process_state(children[1])
+        process.kill(children[1].id)
+        return state
+
+    assert asyncio.run(run()) != psutil.STATUS_STOPPED
+
+
+def process_state(child: process.Child) -> str:
+    if child.returncode is not None:
+        return "ended"
+    return psutil.Process(child.pid).status()
 
 
 def test_last_lines_of_a_log(tmp_path):

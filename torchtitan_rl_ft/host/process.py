@@ -246,9 +246,18 @@ def freeze(roots: Iterable[ProcessId]) -> set[ProcessId]:
     return frozen
 
 
+def _freeze_and_kill(roots: Iterable[ProcessId]) -> set[ProcessId]:
+    frozen = freeze(roots)
+    for target in frozen:
+        kill(target)
+    return frozen
+
+
 async def kill_until_gone(targets: Iterable[ProcessId], deadline_mono_s: float) -> list[ProcessId]:
     """SIGKILL `targets` and all below them; returns those alive at the deadline."""
-    known = freeze(targets)
+    # In a thread: it looks through /proc many times. Both there: a caller that is cancelled leaves
+    # nothing stopped and alive.
+    known = await asyncio.to_thread(_freeze_and_kill, list(targets))
     while True:
         known = {p for p in known if p.alive()}
         if not known or time.monotonic() >= deadline_mono_s:

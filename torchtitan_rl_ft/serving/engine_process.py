@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -50,10 +51,12 @@ class EngineProcess:
     url: str
     fingerprint: str
     scratch: Path
-    members: set[ProcessId] = field(default_factory=set)
-    shared_memory: set[Path] = field(default_factory=set)
+    members: frozenset[ProcessId] = frozenset()
+    shared_memory: frozenset[Path] = frozenset()
     bootstrap_port: int | None = None
     """Where decode engines meet this prefill engine."""
+
+    _observing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def start(cls, launch: Launch, fingerprint: str, log: Path) -> EngineProcess:
@@ -82,8 +85,8 @@ class EngineProcess:
             record.url,
             record.fingerprint,
             record.scratch,
-            set(record.members),
-            set(record.shared_memory),
+            record.members,
+            record.shared_memory,
             record.bootstrap_port,
         )
 
@@ -141,20 +144,17 @@ class EngineProcess:
     def observe(self) -> None:
         """Note processes and shared memory. Segments have random names and stay after SIGKILL,
         and a process that loses its parent may be in no tree of ours: both have to be known
-        before the end."""
-        for root in self.processes:
-            self.members |= {root.id, *process.descendants(root.id)}
-        for member in self.members:
-            self.shared_memory |= mapped_shared_memory(member.pid)
+        before the end. Reads all of /proc: call it in a thread."""
+        with self._observing:
+            below = (p for root in self.processes for p in process.descendants(root.id))
+            self.members |= {*(root.id for root in self.processes), *below}
+            self.shared_memory |= {m for p in self.members for m in mapped_shared_memory(p.pid)}
 
     async def worker_gone(self) -> WorkerGone:
         """Wait until one of SGLang's own processes ends while the main one is up. The server
         outlives its scheduler by seconds, answering nothing. Called when the engine is up."""
-        below = [p for root in self.processes for p in process.descendants(root.id)]
-        workers = [p for p in below if _title(p).startswith(WORKER_PREFIX)]
-        ends = {
-            asyncio.create_task(process.wait_gone(p)): (p, _title(p).split()[0]) for p in workers
-        }
+        workers = await asyncio.to_thread(self._workers)
+        ends = {asyncio.create_task(process.wait_gone(p)): (p, title) for p, title in workers}
         try:
             if ends:  # else another kind of engine: nothing to see beyond its main process
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -166,6 +166,12 @@ class EngineProcess:
         finally:
             for task in ends:
                 task.cancel()
+
+    def _workers(self) -> list[tuple[ProcessId, str]]:
+        """SGLang's own processes that are up, with what they call themselves."""
+        below = [p for root in self.processes for p in process.descendants(root.id)]
+        titles = ((p, _title(p)) for p in below)
+        return [(p, title.split()[0]) for p, title in titles if title.startswith(WORKER_PREFIX)]
 
     def work(self) -> tuple[float | None, int | None]:
         """Seconds that the schedulers have worked, or wanted to, and how often the detokenizer had
@@ -193,13 +199,13 @@ class EngineProcess:
 
     async def end(self, deadline_mono_s: float) -> list[ProcessId]:
         """Kill the whole tree and remove its files; returns processes that survived."""
-        self.observe()
+        await asyncio.to_thread(self.observe)
         roots = [p.id for p in self.processes]
         left = await end_trees(roots, deadline_mono_s, self.members)
         self.release()
         if not left:
             await asyncio.gather(*(p.wait() for p in self.processes))
-        remove_files(self.scratch, self.shared_memory)
+        await asyncio.to_thread(remove_files, self.scratch, self.shared_memory)
         return left
 
     def record(self, slot: int, group: str, duty: str) -> EngineRecord:
@@ -208,9 +214,9 @@ class EngineProcess:
             url=self.url,
             fingerprint=self.fingerprint,
             processes=tuple(ProcessRecord(p.id, p.log) for p in self.processes),
-            members=frozenset(self.members),
+            members=self.members,
             scratch=self.scratch,
-            shared_memory=frozenset(self.shared_memory),
+            shared_memory=self.shared_memory,
             group=group,
             bootstrap_port=self.bootstrap_port,
             duty=duty,
@@ -238,7 +244,7 @@ async def end_recorded(record: EngineRecord, deadline_mono_s: float) -> list[int
     roots = [p.id for p in record.processes]
     ended = [m.pid for m in {*roots, *record.members} if m.alive()]
     await end_trees(roots, deadline_mono_s, record.members)
-    remove_files(record.scratch, record.shared_memory)
+    await asyncio.to_thread(remove_files, record.scratch, record.shared_memory)
     return ended
 
 
@@ -248,14 +254,21 @@ async def end_trees(
     """Kill processes, their descendants, the sessions that they lead and the known `members`.
     Returns those alive at the deadline."""
     roots = list(roots)
-    left = {*roots, *members}
-    for root in roots:
-        left.update(process.descendants(root), _session(root))
+    # Requests go on meanwhile: looking through /proc is left to threads.
+    left = {*roots, *members, *await asyncio.to_thread(_trees, roots)}
     while left and time.monotonic() < deadline_mono_s:
         # A process whose parent died is no descendant any more, but stays in the session.
         survivors = await process.kill_until_gone(left, deadline_mono_s)
-        left = {*survivors, *(p for root in roots for p in _session(root))}
+        left = {*survivors, *await asyncio.to_thread(_sessions, roots)}
     return sorted(left, key=lambda p: p.pid)
+
+
+def _trees(roots: Iterable[ProcessId]) -> set[ProcessId]:
+    return {p for root in roots for p in process.descendants(root)} | _sessions(roots)
+
+
+def _sessions(roots: Iterable[ProcessId]) -> set[ProcessId]:
+    return {p for root in roots for p in _session(root)}
 
 
 def _session(root: ProcessId) -> list[ProcessId]:

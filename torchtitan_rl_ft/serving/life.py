@@ -125,7 +125,7 @@ class Life:
             except (EngineUnreachable, EngineRefused, AnswerInvalid):
                 await asyncio.sleep(READY_POLL_S)
                 continue
-            engine.process.observe()
+            await asyncio.to_thread(engine.process.observe)
             await self._record()
             shared.events.emit(
                 Kind.READY,

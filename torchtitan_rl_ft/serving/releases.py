@@ -15,6 +15,7 @@ from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid
 from torchtitan_rl_ft.weights.proof import Proof, make_proofs
+from torchtitan_rl_ft.weights.reading import read_in_thread
 from torchtitan_rl_ft.weights.transports.base import Release
 
 
@@ -127,7 +128,7 @@ class Releases:
         if known is not None and present is not None and known == present.release:
             return present
         try:
-            manifest, proofs = await asyncio.to_thread(self._prove, path)
+            manifest, proofs = await read_in_thread(self._prove, path)
         except (WeightsInvalid, OSError, ValueError) as e:
             raise PublishRefused(f"step {step} not published: {e}") from e
         if asked.manifest_digest and manifest.digest != asked.manifest_digest:
@@ -189,7 +190,7 @@ class Releases:
         limit_s = self._shared.rollout.engine_start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                manifest, proofs = await asyncio.to_thread(self._prove, Path(release.path))
+                manifest, proofs = await read_in_thread(self._prove, Path(release.path))
         except TimeoutError:
             raise WeightsInvalid(f"{release.path} was not read within {limit_s:g} s") from None
         if manifest.digest != release.manifest_digest:

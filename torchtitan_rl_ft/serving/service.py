@@ -40,6 +40,7 @@ from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.weights.installer import Installer
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid, checkpoint_manifest
 from torchtitan_rl_ft.weights.proof import derive_proof
+from torchtitan_rl_ft.weights.reading import read_in_thread
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
 
 MAX_SEED = 2**31 - 1
@@ -156,8 +157,8 @@ class ServingService:
         limit_s = self._rollout.engine_start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                manifest = await asyncio.to_thread(checkpoint_manifest, path)
-                proof = await asyncio.to_thread(derive_proof, path, manifest, layout)
+                manifest = await read_in_thread(checkpoint_manifest, path)
+                proof = await read_in_thread(derive_proof, path, manifest, layout)
         except TimeoutError:
             reason = f"group {group.name}: {path} was not read within {limit_s:g} s"
             raise PoolFailed(f"{reason} (rollout.engine_start_timeout_s)", never_up=True) from None

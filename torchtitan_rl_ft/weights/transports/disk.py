@@ -13,6 +13,7 @@ from torchtitan_rl_ft.weights.manifest import (
     read_and_verify,
     read_manifest,
 )
+from torchtitan_rl_ft.weights.reading import read_in_thread
 from torchtitan_rl_ft.weights.transports.base import Release, TransportFailed
 
 
@@ -38,7 +39,7 @@ async def _in_time(
     path = Path(release.path)
     try:
         async with asyncio.timeout(deadline_s):
-            await asyncio.to_thread(work, release, path)
+            await read_in_thread(work, release, path)
     except TimeoutError:
         raise TransportFailed(f"{path}: no answer from the file system") from None
     except OSError as e:
