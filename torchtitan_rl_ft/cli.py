@@ -21,6 +21,7 @@ from torchtitan_rl_ft.config.sections import JobSection
 from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.config.toml_file import shipped
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RUN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable
 
@@ -175,7 +176,8 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
     from torchtitan_rl_ft.config import listing
 
     resolved = _resolve(args.file, None, overrides, needed="a job to check")
-    listing.show(resolved)
+    with while_read():
+        listing.show(resolved)
     session = identify(resolved)
     _say(f"serving session {session.id} ({session.rule})")
     _quick_checks(resolved, starting=False)
@@ -195,8 +197,9 @@ def _check(args: argparse.Namespace, overrides: list[Override]) -> int:
 def _status(args: argparse.Namespace, overrides: list[Override]) -> int:
     from torchtitan_rl_ft.roles import status
 
-    with _session_errors():
-        return status.main_status(_target(args.target, overrides), args.json)
+    with _session_errors(), while_read():
+        status.main_status(_target(args.target, overrides), args.json)
+    return ExitCode.DONE
 
 
 def _stop(args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -235,21 +238,26 @@ def _target(name: str | None, overrides: list[Override]) -> Target | None:
 
 
 def _help(args: argparse.Namespace, overrides: list[Override]) -> int:
+    with while_read():
+        _explain(args.section)
+    return ExitCode.DONE
+
+
+def _explain(name: str | None) -> None:
     sections = load_schema().sections
-    if args.section is None:
-        for name, each in sections.items():
+    if name is None:
+        for each in sections.values():
             keys = ", ".join(each.keys)
-            print(textwrap.fill(f"[{name}] {keys}", 96, subsequent_indent="    "))
-        return ExitCode.DONE
-    section = sections.get(args.section.strip("[]").replace("-", "_"))
+            print(textwrap.fill(f"[{each.name}] {keys}", 96, subsequent_indent="    "))
+        return
+    section = sections.get(name.strip("[]").replace("-", "_"))
     if section is None:
-        raise ConfigError(f"unknown section [{args.section}]{near_miss(args.section, sections)}")
+        raise ConfigError(f"unknown section [{name}]{near_miss(name, sections)}")
     texts = help_texts(section)
     for key in section.keys.values():
         print(f"{key.path} = {key.default!r}  ({key.type})")
         if text := texts.get(key.name):
             print(textwrap.fill(text, 96, initial_indent="    ", subsequent_indent="    "))
-    return ExitCode.DONE
 
 
 # Parts --------------------------------------------------------------------------------------

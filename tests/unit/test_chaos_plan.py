@@ -54,7 +54,7 @@ def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
         ("", "the line ends where a kind of fault (kill, stop, slow, blackhole) should follow"),
         (
             "kil engine-1 at step 2",
-            "'kil' is not a kind of fault (kill, stop, slow, blackhole); did",
+            "'kil' is not a kind of fault (kill, stop, slow, blackhole); did you mean 'kill'?",
         ),
         ("kill enigne-1 at step 2", "unknown target 'enigne-1'; did you mean 'engine-0'?"),
         ("kill trainer-1.server at step 2", "only engines have parts"),

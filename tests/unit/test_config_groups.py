@@ -68,7 +68,7 @@ BROKEN = [
     ([group(name="a"), group(name="f", role="frozen")], "rollout.groups[1].model = ''"),
     (
         [group(name="a"), group(name="f", role="frozen", model="/missing")],
-        "is no model directory: config.json is missing: rollout.groups[1].model = '/missing'",
+        "there is no model directory with a config.json: rollout.groups[1].model = '/missing'",
     ),
     (
         [group(name="a"), group(name="b", model="/models/other")],

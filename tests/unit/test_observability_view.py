@@ -47,6 +47,7 @@ def engine(slot, new):
 
 
 RUN = line(Kind.RUN, phase="start")
+AGAIN = line(Kind.RUN, phase="reattach")
 
 
 # Following files ------------------------------------------------------------------------
@@ -107,6 +108,9 @@ def test_an_event_that_cannot_be_written_is_an_error():
     [
         ([RUN], "engines starting"),
         ([RUN, engine(0, "starting")], "engines starting"),
+        ([AGAIN], "going on with living engines, trainers starting"),
+        ([AGAIN, engine(0, "starting")], "engines starting"),
+        ([AGAIN, RUN], "engines starting"),
         (
             [RUN, engine(0, "starting"), engine(0, "stale")],
             "engines up, trainers starting: waiting for the initial weights",
@@ -366,6 +370,12 @@ def test_summary_of_a_run_without_a_step():
     found = summarise([], [], outcome="stopped", total_steps=10, transport="disk")
     text = "\n".join(render(found, "/run"))
     assert "none: no step was committed" in text and "not evaluated" in text
+    assert "transport" in text
+
+
+def test_summary_of_a_run_that_publishes_nothing():
+    found = summarise([], [], outcome="stopped", total_steps=10, transport="")
+    assert "transport" not in "\n".join(render(found, "/run"))
 
 
 def test_of_a_step_trained_again_the_last_row_counts():

@@ -11,9 +11,10 @@ from rollout_parts import Host, ScriptedServing
 
 from torchtitan_rl_ft.journal.errors import JournalWriteError
 from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, ServingUnavailable
 from torchtitan_rl_ft.rollout.protocols import Prompt
-from torchtitan_rl_ft.rollout.starvation import RolloutStalled
+from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
 
 
 class Running:
@@ -303,6 +304,19 @@ async def test_batches_without_signal_warn_once(tmp_path):
             assert not batch.arrays["advantages"].any()
     (warning,) = host.kinds("warn")
     assert "without a signal" in warning["cause"]
+
+
+def test_batches_without_signal_between_others_warn_once(tmp_path):
+    events = EventList()
+    starvation = Starvation(events, unavailable_limit_s=1.0, groups_per_step=1, mono_s=lambda: 0.0)
+    for batches in (1, 3, 12):
+        starvation.sealed(True)
+        for _ in range(batches):
+            starvation.sealed(False)
+    assert [e.cause.split(" without")[0] for e in events.events] == [
+        "a batch",
+        "10 batches in a row",
+    ]
 
 
 async def test_exhausted_source_is_a_clear_end(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from config_jobs import GOOD, job, write
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.roles import status as show_status
 from torchtitan_rl_ft.roles.session import Session, kept_after, living_processes
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import (
@@ -23,6 +25,7 @@ from torchtitan_rl_ft.session_folder import (
     SessionFolder,
     SessionRecord,
     SessionUnreadable,
+    Trainer,
     boot_s,
 )
 
@@ -124,6 +127,35 @@ def test_status_of_a_run_folder_and_of_its_session_agree(home, capsys, sleeper):
         assert part in text
 
 
+def test_status_names_trainers_and_why_nothing_is_admitted(home, sleeper):
+    living, dead = sleeper(), sleeper()
+    trainers = [
+        Trainer(*at(living), "a", "trainer-0"),
+        Trainer(*at(dead, earlier_s=9.0), "a", "trainer-1"),
+    ]
+    session(owner=Owner(*at(living), "a", "/runs/a"), trainers=tuple(trainers))
+    found = show_status.status(show_status.Target.of("s"))
+    assert [(t["name"], t["alive"]) for t in found["trainers"]] == [
+        ("trainer-0", True), ("trainer-1", False)
+    ]  # fmt: skip
+    lines = show_status.show(found)
+    assert f"role       trainer-0  process {living.pid}" in lines
+    assert f"role       trainer-1  process {dead.pid} (dead)" in lines
+    for told, shown in (("no job", "closed: no job"), ("open", "open")):
+        assert f"admission  {shown}" in show_status.show({**found, "admission": told})
+
+
+@pytest.mark.parametrize("words", [["check", "--quick", "rl_ft_debug.toml"], ["help", "rollout"]])
+def test_a_reader_that_has_seen_enough(home, words):
+    """`torchtitan check FILE | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "torchtitan_rl_ft", *words]
+    with open(write, "w") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == ExitCode.DONE and "Broken" not in done.stderr
+
+
 def test_status_of_all_sessions(home, capsys):
     assert cli.main(["status"]) == ExitCode.DONE
     assert capsys.readouterr().out == "no serving session of this user on this machine\n"
@@ -170,17 +202,16 @@ def test_stop_hits_nobody_elses_process(capsys, sleeper):
     assert not folder.path.exists()
 
 
-def test_stop_ends_a_job_as_ctrl_c_does_a_stubborn_one_too(capsys, sleeper, monkeypatch):
-    from torchtitan_rl_ft.roles import status
-
-    monkeypatch.setattr(status, "HURRY_S", 0.3)
-    monkeypatch.setattr(status, "CLEANUP_TIMEOUT_S", 0.3)
-    polite, stubborn = sleeper(), sleeper("trap '' INT; while :; do sleep 0.1; done")
-    for name, started in (("polite", polite), ("stubborn", stubborn)):
+def test_stop_ends_a_background_job_and_a_stubborn_one_too(capsys, sleeper, monkeypatch):
+    monkeypatch.setattr(show_status, "HURRY_S", 0.3)
+    monkeypatch.setattr(show_status, "CLEANUP_TIMEOUT_S", 0.3)
+    background = sleeper("trap '' INT; exec sleep 600")  # as a shell starts it
+    stubborn = sleeper("trap '' INT TERM; while :; do sleep 0.1; done")
+    for name, started in (("background", background), ("stubborn", stubborn)):
         session(name, owner=Owner(*at(started), "a", "/runs/a"))
         assert cli.main(["stop", name]) == ExitCode.DONE
         assert capsys.readouterr().out == f"ended the job (process {started.pid})\n"
-    assert polite.wait(1) == -signal.SIGINT and stubborn.wait(1) == -signal.SIGKILL
+    assert background.wait(1) == -signal.SIGTERM and stubborn.wait(1) == -signal.SIGKILL
 
 
 def test_stop_leaves_another_hosts_session_alone(capsys):

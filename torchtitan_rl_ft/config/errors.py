@@ -17,4 +17,4 @@ class ConfigError(Exception):
 def near_miss(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the closest known word, empty when none is close."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f"; did you mean '{found[0]}'?" if found else ""

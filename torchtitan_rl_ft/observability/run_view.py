@@ -10,6 +10,7 @@ from torchtitan_rl_ft.observability.events import Kind
 
 SERVING = "serving"
 STARTING = "starting"
+REATTACH = "reattach"
 BETWEEN_VERSIONS = frozenset({"stale", "installing", "paused"})
 """States of an engine on its way from serving one version to serving the next."""
 
@@ -36,6 +37,7 @@ class RunView:
     batches_sealed: int = 0
     dumped: set[int] = field(default_factory=set)  # steps
     version: int | None = None
+    reattached: bool = False  # engines of an earlier job were found alive
     work_begun: bool = False
     faults: int = 0
     processes: dict[str, Process] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class RunView:
             self.outcome = line.get("cause")
             return
         self.started_mono_s, self.outcome = mono_s, None
+        self.reattached = line.get("phase") == REATTACH
         self.processes, self.engine_states, self.engines_proved = {}, {}, set()
         self.work_begun, self.batches_sealed, self.commits = False, 0, 0
         self.dumped = set()
@@ -143,6 +146,8 @@ class RunView:
     def _engine_phase(self) -> str | None:
         """Why nothing can be rolled out yet."""
         up = [s for s in self.engine_states.values() if s != STARTING]
+        if self.reattached and not self.engine_states:
+            return "going on with living engines, trainers starting"
         if not up:
             return "engines starting"
         if not self.engines_serving:

@@ -67,7 +67,8 @@ def summarise(
     total_steps: int,
     transport: str,
 ) -> Summary:
-    """`transport` is the configured one; what the publishing role reported goes before."""
+    """`transport` is the configured one, empty when nothing is published; what the publishing
+    role reported goes before."""
     life = last_life(events)
     rows = committed_rows(metrics)
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
@@ -136,7 +137,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("reward", _reward_text(summary)),
         ("held-out", _eval_text(summary)),
         *trained,
-        ("transport", summary.transport),
+        *([("transport", summary.transport)] if summary.transport else []),
         ("dropped", f"{summary.dropped} prompt groups or batches"),
         *([("dumps", _dumps_text(summary.dumps))] if summary.dumps else []),
         *_fault_rows(summary.faults),

@@ -109,6 +109,7 @@ def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
         "admission": None if answer is None else answer.get("admission"),
         "version": None if answer is None else answer.get("version"),
         "gateway": None if answer is None else answer.get("gateway"),
+        "trainers": [{"name": t.name, **_process(t)} for t in record.trainers],
         "retain_ttl_s": record.retain_ttl_s,
         "ttl_left_s": left_s,
         "engines": _recorded(folder) if answer is None else answer.get("engines", []),
@@ -178,13 +179,17 @@ def show(found: dict[str, Any]) -> list[str]:
         _line("session", f"{found['session']} ({found['rule']})"),
         _line("run folder", found["run_folder"] or "unknown"),
         _line("last step", "none" if found["last_step"] is None else found["last_step"]),
-        _line("state", found["state"]),
+        _line("state", "no session" if found["state"] == "none" else found["state"]),
     ]
     if "serving" in found:
         lines += _session_lines(found)
     lines += [
         _line("role", f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}")
         for r in found["roles"]
+    ]
+    lines += [
+        _line("role", f"{t['name']}  process {t['pid']}{_dead(t)}")
+        for t in found.get("trainers", [])
     ]
     return lines
 
@@ -197,8 +202,10 @@ def _session_lines(found: dict[str, Any]) -> list[str]:
             "serving", f"process {serving['pid']}, {serving['url'] or 'starting'}{_dead(serving)}"
         ),
     ]
-    if found["admission"] is not None:
-        lines.append(_line("admission", found["admission"]))
+    if (admission := found["admission"]) is not None:
+        lines.append(
+            _line("admission", admission if admission == "open" else f"closed: {admission}")
+        )
     if found["ttl_left_s"] is not None:
         lines.append(_line("ends in", f"{max(0.0, found['ttl_left_s']):.0f} s"))
     if (gateway := found["gateway"]) is not None:
@@ -232,12 +239,12 @@ def list_sessions() -> list[dict[str, Any]]:
     return found
 
 
-def main_status(target: Target | None, as_json: bool) -> int:
+def main_status(target: Target | None, as_json: bool) -> None:
     """`torchtitan status`; None: all sessions. Raises SessionUnreadable."""
     if target is not None:
         found = status(target)
         print(json.dumps(found, indent=1) if as_json else "\n".join(show(found)))
-        return ExitCode.DONE
+        return
     sessions = list_sessions()
     if as_json:
         print(json.dumps(sessions, indent=1))
@@ -245,7 +252,6 @@ def main_status(target: Target | None, as_json: bool) -> int:
         print("no serving session of this user on this machine")
     for each in [] if as_json else sessions:
         print(f"{each['session']:<32}{each['state']:<24}{each.get('run_folder') or ''}")
-    return ExitCode.DONE
 
 
 # Stop -----------------------------------------------------------------------------------------
@@ -254,35 +260,43 @@ def main_status(target: Target | None, as_json: bool) -> int:
 def main_stop(target: Target) -> int:
     """`torchtitan stop`: end a running job as Ctrl-C does, then what is left of its session. Says
     what it did. Again: nothing to do. Raises SessionUnreadable."""
-    told = _stop_job(target)
+    held = target.session.read() is not None
+    told, left = _stop_job(target)
+    if told and held and target.session.read() is None:
+        told.append(f"session {target.session.id}: ended by its job")
     ended = asyncio.run(end_session(target.session, target.cleanup_timeout_s))
     if ended.serving or ended.engines:
         serving = "its serving role and " if ended.serving else ""
         told.append(f"session {target.session.id}: ended {serving}{ended.engines} engines")
-    for line in told or [f"session {target.session.id}: nothing is running"]:
+    left += ended.left
+    if not told and not left:
+        told.append(f"session {target.session.id}: nothing is running")
+    for line in told:
         print(line)
-    if ended.left:
-        print("still alive: " + ", ".join(f"process {p.pid}" for p in ended.left))
+    if left:
+        print("still alive: " + ", ".join(f"process {p.pid}" for p in left))
         return ExitCode.FAILED
     return ExitCode.DONE
 
 
-def _stop_job(target: Target) -> list[str]:
+def _stop_job(target: Target) -> tuple[list[str], list[ProcessId]]:
+    """What was done, in lines, and what is still alive. By SIGTERM: shells start what they run
+    in the background with SIGINT ignored."""
     supervisor = _supervisor(target)
     if supervisor is None:
-        return []
+        return [], []
     for signum, limit_s in (
-        (signal.SIGINT, target.cleanup_timeout_s + HURRY_S),
-        (signal.SIGINT, HURRY_S),  # no more grace
+        (signal.SIGTERM, target.cleanup_timeout_s + HURRY_S),
+        (signal.SIGTERM, HURRY_S),  # no more grace
         (signal.SIGKILL, HURRY_S),
     ):
         process.kill(supervisor, signum)
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             if not supervisor.alive():
-                return [f"ended the job (process {supervisor.pid})"]
+                return [f"ended the job (process {supervisor.pid})"], []
             time.sleep(0.05)
-    return [f"the job (process {supervisor.pid}) is still alive"]
+    return [], [supervisor]
 
 
 def _supervisor(target: Target) -> ProcessId | None:

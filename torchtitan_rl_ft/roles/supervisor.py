@@ -21,6 +21,7 @@ from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.observability.console import ProgressConsole
 from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
@@ -127,18 +128,20 @@ async def _show(console: ProgressConsole, events: EventLog) -> None:
 
 def _report(resolved: Resolved, outcome: Outcome) -> None:
     folder = resolved.run_folder
-    trained = debug_mode(resolved.sections.rollout) is not DebugMode.ROLLOUT_ONLY
+    mode = debug_mode(resolved.sections.rollout)
+    trained = mode is not DebugMode.ROLLOUT_ONLY
+    published = mode is not DebugMode.TRAIN_ONLY
     summary = summarise(
         list(read_events(folder.events)),
         read_jsonl(folder.metrics) if trained else [],  # those of an earlier job of the folder
         outcome=f"{outcome.cause} (exit code {outcome.exit_code:d})",
         total_steps=resolved.get("training.steps"),
-        transport=resolved.sections.rollout.weight_transport,
+        transport=resolved.sections.rollout.weight_transport if published else "",
     )
     if summary.steps or outcome.exit_code == ExitCode.DONE:
-        for line in render(summary, str(folder.path)):
-            print(line)
-        sys.stdout.flush()
+        with while_read():
+            for line in render(summary, str(folder.path)):
+                print(line)
         _save_curve(folder, summary)
     if outcome.exit_code != ExitCode.DONE:
         _say(f"error: {outcome.cause}")
@@ -154,7 +157,8 @@ def _save_curve(folder: RunFolder, summary: Summary) -> None:
         except OSError as e:
             _say(f"warning: no curve: {e}")
             return
-        print(f"{'curve':<11}{path}", flush=True)
+        with while_read():
+            print(f"{'curve':<11}{path}", flush=True)
 
 
 class _LogFile(logging.FileHandler):

@@ -8,6 +8,8 @@ from torchtitan_rl_ft.observability.events import EventSink, Kind
 
 FIRST_WARNING_S = 5.0
 DROPS_LIMIT_BATCHES = 10
+FLAT_BATCHES = 10
+"""In a row, after which batches without a signal are warned of; of the very first one as well."""
 
 
 class RolloutStalled(Exception):
@@ -71,14 +73,18 @@ class Starvation:
     def sealed(self, signal: bool) -> None:
         """`signal`: some advantage of the batch is not zero."""
         if signal:
-            self._flat_batches, self._warned_flat_at = 0, 1
+            self._flat_batches = 0
+            self._warned_flat_at = min(self._warned_flat_at, FLAT_BATCHES)
             return
         self._flat_batches += 1
         if self._flat_batches == self._warned_flat_at:
             self._warned_flat_at *= 10
+            which = (
+                f"{self._flat_batches} batches in a row" if self._flat_batches > 1 else "a batch"
+            )
             self._warn(
-                f"{self._flat_batches} batch(es) in a row without a signal: all rewards of each "
-                "prompt group are equal or missing, so the step learns nothing"
+                f"{which} without a signal: all rewards of each prompt group are equal or missing, "
+                "so the step learns nothing"
             )
 
     # ------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ async def _attempt(
     version = target.release.version
     with contextlib.closing(work):
         async with quiet(engine, shared.rollout.install_timeout_s):
-            engine.move(EngineState.INSTALLING, f"version {version}")
+            engine.move(EngineState.INSTALLING, f"takes version {version}")
             try:
                 took = await work
             except (*ENGINE_ERRORS, WeightsInvalid) as e:

@@ -47,7 +47,7 @@ def _one(job: Job, i: int, group: EngineGroup) -> Iterator[str]:
         if not group.model:
             yield _wrong(job, i, "model", "a frozen group keeps a checkpoint of its own: name it")
         elif not job.machine.exists(os.path.join(group.model, "config.json")):
-            yield _wrong(job, i, "model", "is no model directory: config.json is missing")
+            yield _wrong(job, i, "model", "there is no model directory with a config.json")
     elif group.model and not _same_path(group.model, job.resolved.get("model.hf_assets_path")):
         yield _wrong(
             job,
