@@ -313,7 +313,7 @@ def test_batches_without_signal_between_others_warn_once(tmp_path):
         starvation.sealed(True)
         for _ in range(batches):
             starvation.sealed(False)
-    assert [e.cause.split(" without")[0] for e in events.events] == [
+    assert [e["cause"].split(" without")[0] for e in events.events] == [
         "a batch",
         "10 batches in a row",
     ]
