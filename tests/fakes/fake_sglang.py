@@ -22,7 +22,6 @@ Faults are set by `POST /fault {name: value}` or, from the start, by FAKE_SGLANG
     half_sync         an update loads half the tensors and answers an error
     stale_sync        an update loads half the tensors and answers success
     skip_tensor=NAME  an update leaves that parameter as it is and answers success
-    sync_s=S          an update takes S seconds
     no_flush          the prefix cache outlives an update: answers come from the old weights
     flush_status=N    /flush_cache answers N at once
     no_version        answers have no version

@@ -386,7 +386,7 @@ class Caught(Exception):
         self.app = app
 
 
-async def caught(app: web.Application, *_: Any) -> None:
+async def caught(app: web.Application, **_: Any) -> None:
     raise Caught(app)
 
 

@@ -7,7 +7,9 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import transcript
 from policies import tiny_model, token_of, write_policy
 from serving_pool import Pool, open_pool
 
+from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.pool import PoolFailed
 from torchtitan_rl_ft.serving.releases import PublishRefused
 from torchtitan_rl_ft.serving.router import RequestFailed, RequestRejected
@@ -228,6 +231,27 @@ async def test_a_slot_that_is_given_up_leaves_the_rest_working(tmp_path: Path, m
         assert {s.engine for s in await pool.generate()} == {"engine-0"}
         assert not watch.done()
         watch.cancel()
+
+
+async def test_a_port_that_was_taken_meanwhile_is_left_for_another_one(
+    tmp_path: Path, model: Path
+) -> None:
+    async with open_pool(tmp_path, model, engines=1, engine_max_restarts=2) as pool:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port, prepare = taken.getsockname()[1], pool.launcher.prepare
+
+            def at_the_taken_port(slot: int) -> Launch:
+                pool.launcher.prepare = prepare
+                launch = prepare(slot)
+                [node] = launch.nodes
+                node = [f"--port={port}" if a.startswith("--port=") else a for a in node]
+                return replace(launch, nodes=(node,), url=f"http://127.0.0.1:{port}")
+
+            pool.launcher.prepare = at_the_taken_port
+            assert await pool.publish(0) == (1, [0])
+        [failed] = pool.seen("exit")
+        assert failed["cause"] == "exit code 1 while starting"
+        assert f"('127.0.0.1', {port}): address already in use" in failed["last_lines"][-1]
 
 
 async def test_an_engine_that_does_not_come_up_in_time_is_replaced(

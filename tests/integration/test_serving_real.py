@@ -276,6 +276,7 @@ def running_requests(role: ServingRole) -> int:
 
 
 @pytest.mark.row("B9")
+@pytest.mark.row("C1")
 @pytest.mark.row("C2")
 @pytest.mark.row("C3")
 @pytest.mark.row("C4")
@@ -301,7 +302,12 @@ def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingR
         samples = [s for future in asked for s in future.result()]
     assert len(samples) == 64
     assert all(len(s["output_ids"]) == 480 for s in samples)
-    # Versions that are published while the new one boots, requests, and a check of all engines.
+    # The check at the end of a rollout, versions that are published while the new one boots, and
+    # requests.
+    began = time.monotonic()
+    checked = real_serving.client.post("/v1/check", {"timeout_s": 5}, deadline_s=10)
+    assert time.monotonic() - began < 5.0
+    assert checked == {"checked": 1, "retired": []}  # the survivor is all there is
     for step in (7, 8):
         assert real_serving.publish(step, scale=1 + step / 100, wait="first")["installed"] == [0]
         assert {s["engine"] for s in real_serving.generate(f"beside-{step}")} == {"engine-0"}
@@ -318,9 +324,12 @@ def test_a_killed_engine_is_replaced_and_loses_no_request(real_serving: ServingR
     [exit_event] = exits_of(real_serving, second["pid"])
     assert exit_event["data"]["signal"] == signal.SIGKILL
     assert exit_event["data"]["last_lines"]
-    # Dead, forgotten, started, up, installed at the newest version, proved, only then serving.
+    # Out of routing; dead, forgotten, started, up, installed at the newest version, proved, only
+    # then serving.
     assert version == before + 2
     life = [e for e in real_serving.events() if e.get("data", {}).get("subject") == "engine-1"]
+    [*_, last] = [e for e in life[: life.index(exit_event)] if e["kind"] == "transition"]
+    assert last["data"]["new"] == "retired"
     life = life[life.index(exit_event) :]
     order = [(e["kind"], e["data"].get("new"), e.get("version")) for e in life]
     assert [o for o in order if o[0] in ("exit", "spawn", "ready", "install", "transition")] == [

@@ -142,6 +142,43 @@ async def test_too_old_groups_are_dropped_and_counted(tmp_path):
         assert sum(counts["dropped"].values()) == 1
 
 
+@pytest.mark.row("D8")
+async def test_an_engine_that_stalls_now_and_then_makes_no_batch_too_old(tmp_path):
+    """200 steps; every 20 steps one group takes 5 steps."""
+    serving = ScriptedServing()
+    steps, every, stall = 200, 20, 5
+    host = Host(tmp_path, serving, mode="async", max_policy_age=1, steps=steps)
+    answer, trained, released = serving.generate, 0, asyncio.Event()
+    stalled: dict[str, int] = {}
+
+    async def generate(request):
+        nonlocal released
+        found = await answer(request)
+        if trained % every == every // 2 and trained not in stalled.values():
+            stalled[request.request_id] = begun = trained
+            while trained < begun + stall:
+                await released.wait()
+        return found
+
+    serving.generate = generate
+    async with Running(host) as ended:
+        host.publish()
+        metas = []
+        for trained in range(1, steps + 1):  # noqa: B007  (read by `generate`)
+            released.set()
+            released = asyncio.Event()
+            metas.append((await host.train()).meta)
+        await asyncio.wait_for(ended, 5)
+        counts = host.journal.counts()
+    assert host.ledger.outcome.kind == "done"
+    assert max(m["policy_age/max"] for m in metas) == 1
+    drops = host.kinds("drop")
+    assert len(drops) == len(stalled) >= steps // every - 2
+    assert all("too old: policy age" in d["cause"] for d in drops)
+    assert sum(m["dropped_groups"] for m in metas) == len(drops)
+    assert sum(counts["dropped"].values()) == len(drops)
+
+
 async def test_restart_reuses_accepted_and_rolls_out_pending(tmp_path):
     serving = ScriptedServing()
     serving.fail = lambda r: (
@@ -342,7 +379,7 @@ async def test_exhausted_source_is_a_clear_end(tmp_path):
             await asyncio.wait_for(ended, 5)
 
 
-async def test_failing_source_is_a_clear_end(tmp_path):
+async def test_failing_source_is_a_clear_end(tmp_path, caplog):
     class Broken:
         def next(self, n):
             raise OSError("the data set is gone")
@@ -350,8 +387,11 @@ async def test_failing_source_is_a_clear_end(tmp_path):
     host = Host(tmp_path, ScriptedServing(), source=Broken())
     async with Running(host) as ended:
         host.publish()
-        with pytest.raises(RolloutStalled, match="the data source failed: OSError: the data set"):
+        with pytest.raises(RolloutStalled) as failure:
             await asyncio.wait_for(ended, 5)
+    said = "the data source failed: OSError: the data set is gone (test_rollout_loop.py:"
+    assert str(failure.value).startswith(said)
+    assert 'raise OSError("the data set is gone")' in caplog.text  # the traceback, for the log
 
 
 async def test_drain_accepts_what_is_in_flight(tmp_path):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torchtitan_rl_ft.config.resolve import Resolved
 
 NAME = "rollout"
+logger = logging.getLogger(__name__)
 _LINGER_POLL_S = 0.1
 
 
@@ -91,7 +92,8 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         parts = None
         if mode is not DebugMode.TRAIN_ONLY:
             parts = _Parts(resolved, tokenizer, events)
-            stack.push_async_callback(parts.judge.close)
+            limit_s = sections.rollout.cleanup_timeout
+            stack.push_async_callback(_close_judge, parts.judge, limit_s, events)
         ledger = _ledger(resolved, folder, stack.enter_context(_journal(resolved, events)), events)
         # One connection per request in flight; serving is one hop away on this host.
         session = await stack.enter_async_context(
@@ -123,6 +125,17 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
     if mode is not DebugMode.NONE and code == ExitCode.DONE:
         folder.remove_scratch()
     return code
+
+
+async def _close_judge(judge: Judge, limit_s: float, events: EventLog) -> None:
+    """What the user's code fails to let go does not undo a run."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await judge.close()
+    except Exception as e:  # user code: told, and skips nothing of what is left to close
+        logger.exception("close() of the reward failed")
+        cause = f"close() of rl.reward failed: {type(e).__name__}: {e}"
+        events.emit(Kind.WARN, cause=cause, subject=NAME)
 
 
 def _journal(resolved: Resolved, events: EventLog) -> Journal:

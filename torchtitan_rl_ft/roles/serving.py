@@ -56,6 +56,7 @@ NAME = "serving"
 WARDEN_ENDS_S = 15.0
 WARDEN_PAUSE_S = 1.0
 WARDEN_PAUSE_MAX_S = 60.0
+GRACE_S = 0.2
 
 SESSION_ERRORS = (NotOwner, SessionBusy, SessionUnreadable)
 """Another job has the session: a restart meets it again."""
@@ -155,7 +156,9 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
             serve,
             dispose,
         ).table()
-        url, runner = await server.start(server.make_app(folder.token(), routes))
+        app = server.make_app(folder.token(), routes)
+        # A long poll outlives its caller: the last one would hold up every end of a job.
+        url, runner = await server.start(app, grace_s=GRACE_S)
         stack.push_async_callback(runner.cleanup)
         await ownership.ready(url)
         folder.register(NAME, url)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 import traceback
 from collections import Counter, deque
@@ -33,6 +34,8 @@ from torchtitan_rl_ft.rollout.protocols import DataSource, HeldOutSource, Prompt
 from torchtitan_rl_ft.rollout.sealing import AcceptedGroup, seal
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
 from torchtitan_rl_ft.run_folder import write_atomic
+
+logger = logging.getLogger(__name__)
 
 ENDS_THE_ROLE = (JournalError, RolloutStalled, OSError)
 """Not the fault of one group. An OSError: events cannot be written."""
@@ -267,8 +270,9 @@ class RolloutLoop:
             return
         try:
             prompts = list(self._source.next(count))
-        except Exception as e:  # user code: it ends the role by name, not by a traceback
-            raise RolloutStalled(f"the data source failed: {type(e).__name__}: {e}") from e
+        except Exception as e:  # user code: it ends the role by name, its traceback is in the log
+            logger.exception("the data source failed")
+            raise RolloutStalled(f"the data source failed: {_named(e)}") from e
         self._exhausted = len(prompts) < count
         groups = [NewGroup(p.to_json(), f"{p.epoch}:{p.index}") for p in prompts]
         state_dict = getattr(self._source, "state_dict", None)

@@ -57,13 +57,14 @@ def make_app(token: str, routes: list[web.RouteDef]) -> web.Application:
 
 
 async def start(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0
+    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, grace_s: float = 2.0
 ) -> tuple[str, web.AppRunner]:
-    """Bind and serve; returns (url, runner). `port=0` takes a free one.
+    """Bind and serve; returns (url, runner). `port=0` takes a free one. The runner's clean-up waits
+    `grace_s` for answers that are under way.
 
     Raises OSError when the port is in use.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=grace_s)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()
