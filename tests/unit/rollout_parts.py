@@ -112,10 +112,11 @@ class Host:
         trainers: bool = True,
         dumps: DumpSettings | None = None,
         health_check_timeout_s: float = 2.0,
+        durable: bool = True,
     ) -> None:
         self.serving = serving
         self.events = EventList()
-        self.journal = Journal.open(folder / "journal", events=self.events)
+        self.journal = Journal.open(folder / "journal", events=self.events, durable=durable)
         self.ledger = Ledger(
             self.journal,
             events=self.events,
