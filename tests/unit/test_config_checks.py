@@ -141,6 +141,7 @@ BROKEN = [
     # engines
     ("--rollout.engines 0", ["rollout.engines = 0"]),
     ("--rollout.min_engines 3", ["rollout.min_engines = 3", "rollout.engines = 2"]),
+    ("--rollout.weight_transport nixl", ["rollout.weight_transport", "later version"]),
     ("--rollout.top_p 0", ["rollout.top_p"]),
     ("--rollout.top_k 0", ["rollout.top_k"]),
     # recovery
