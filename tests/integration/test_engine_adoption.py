@@ -196,6 +196,40 @@ def _scaled(weights: Path, to: Path) -> None:
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.row("B5")
+def test_memory_that_the_trainer_has_stays_with_it_over_a_crash(tmp_path: Path) -> None:
+    """Nobody takes it back, and nobody is started in its place, before the next version."""
+    with run_in(tmp_path) as run:
+        first = run.started(placement="colocated")
+        before = pids(first)
+        assert first.client.post("/v1/release", {"timeout_s": 10.0}, deadline_s=15)["released"]
+        crash(first)
+        second = run.start()
+        second.until(lambda: second.states() == ["stale", "stale"])
+        time.sleep(1.0)
+        assert pids(second) == before and all(e["released"] for e in second.engines())
+        assert second.client.get("/v1/version", deadline_s=10)["serving"] == 2
+        for engine in second.engines():
+            assert "/resume_memory_occupation" not in calls(engine)
+        second.publish(1, scale=1.1)
+        assert pids(second) == before and not any(e["released"] for e in second.engines())
+        assert {v for s in second.generate("r", n=2) for v in s["versions"]} == {2}
+
+
+@pytest.mark.timeout(120)
+def test_an_adopted_engine_that_is_frozen_has_no_start_before_it(tmp_path: Path) -> None:
+    with run_in(tmp_path) as run:
+        first = run.started(engine_start_timeout_s=100.0, install_timeout_s=5.0)
+        stopped, other = first.engines()
+        crash(first)
+        os.kill(stopped["pid"], signal.SIGSTOP)
+        second = run.start()
+        second.until(lambda: stopped["pid"] not in pids(second), timeout_s=40.0)
+        [exit_event] = second.events("exit")[-1:]
+        assert exit_event["cause"].startswith("was up, and did not answer within 5 s")
+        assert other["pid"] in pids(second)
+
+
 def test_a_version_announced_before_the_crash_is_installed_after_it(tmp_path: Path) -> None:
     with run_in(tmp_path) as run:
         first = run.started()

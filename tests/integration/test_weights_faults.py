@@ -8,19 +8,23 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+from aiohttp.test_utils import TestClient, TestServer
 from policies import tiny_model, token_of, write_policy
 from safetensors.numpy import load_file
 from serving_pool import Pool, open_pool
 
 from torchtitan_rl_ft.chaos import faults
+from torchtitan_rl_ft.rpc.server import make_app
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 from torchtitan_rl_ft.serving import updates
 from torchtitan_rl_ft.serving.ownership import NotOwner
 from torchtitan_rl_ft.serving.releases import PublishLate, PublishRefused, Releases
+from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.weights.manifest import Manifest
 
 MANY_STARTS = {"engine_max_restarts": 30}
@@ -217,6 +221,39 @@ async def test_damage_after_the_announcement_costs_no_engine(tmp_path: Path, mod
         assert len(pool.seen("fault", subject="engine-1", version=1)) == 1
         assert await pool.publish(1, scale=1.1) == (2, [0, 1])
         assert life(pool, 1) == newcomer
+
+
+@pytest.mark.row("D10")
+async def test_a_damaged_version_that_nobody_holds_is_asked_for_again(
+    tmp_path: Path, model: Path
+) -> None:
+    """No later version would ever come: its trainer waits for samples of this one."""
+    async with (
+        open_pool(tmp_path, model, engines=1) as pool,
+        TestClient(TestServer(make_app("t", Routes(pool.service, lambda: None).table()))) as http,
+    ):
+
+        async def awaited() -> dict[str, Any]:
+            headers = {"Authorization": "Bearer t"}
+            async with http.get("/v1/version?after=0&timeout_s=0.1", headers=headers) as r:
+                return await r.json()
+
+        await pool.publish(0)
+        assert (await awaited())["serving"] == 1
+        weights = pool.folder.weights / f"step-0-{token_of(0)[-8:]}" / "model.safetensors"
+        with patch.object(updates, "DAMAGED_RECHECK_S", 0.1):
+            flip_a_byte(weights)
+            faults.kill(life(pool, 0))
+            await pool.until(lambda: pool.service.pool.damaged == 1)
+            await asyncio.sleep(0.5)
+        assert len(pool.seen("fault", version=1)) == 1  # told once
+        found = await awaited()
+        assert found["awaits_publish"] == "damaged version 1" and found["serving"] == 0
+        path, digest = write_policy(pool.folder.weights, model, 0)
+        again = (0, token_of(0), path, digest, "all", 20.0)
+        assert await pool.service.publish(*again) == (2, [0])
+        assert pool.service.pool.damaged is None and "awaits_publish" not in await awaited()
+        assert await pool.service.publish(*again) == (2, [0])
 
 
 @pytest.mark.row("D10")

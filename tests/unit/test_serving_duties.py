@@ -16,6 +16,7 @@ from torchtitan_rl_ft.serving.duties import Boundary, Duty, Place, Promotion, pr
 from torchtitan_rl_ft.serving.engine_records import (
     EngineRecord,
     EngineRecords,
+    Memory,
     ProcessRecord,
     RecordsCorrupt,
 )
@@ -126,6 +127,17 @@ def test_living_engines_that_fit_are_adopted() -> None:
         2: "it would be started with another command line now",
         7: "there is no such slot any more",
     }
+    assert not found.memory_lent
+
+
+def test_memory_that_engines_have_given_up_stays_the_trainers() -> None:
+    """One that may still hold it, or not, is ended: no start can take it either."""
+    me = ProcessId.current()
+    found = inherit([record(0, me, memory=Memory.RELEASED), record(1, me)], {0: "f", 1: "f"})
+    assert sorted(found.adopted) == [0, 1] and found.memory_lent
+    found = inherit([record(0, me, memory=Memory.RELEASING)], {0: "f"})
+    assert not found.adopted and found.memory_lent
+    assert "whether it has cannot be told" in found.rejected[0][1]
 
 
 @pytest.mark.parametrize(

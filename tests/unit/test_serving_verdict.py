@@ -38,6 +38,9 @@ def seen(state: EngineState = S.SERVING, **fields: Any) -> Observation:
         # Coming up and installing have limits of their own.
         (seen(S.STARTING, in_state_s=29.0), Health.UNWATCHED, 1.0),
         (seen(S.STARTING, in_state_s=30.0), Health.DEAD, FOREVER),
+        # An adopted one that was up has to answer, nothing more.
+        (seen(S.STARTING, in_state_s=19.0, was_up=True), Health.UNWATCHED, 1.0),
+        (seen(S.STARTING, in_state_s=20.0, was_up=True), Health.DEAD, FOREVER),
         (seen(S.INSTALLING, in_state_s=21.0), Health.UNWATCHED, 1.0),
         (seen(S.INSTALLING, in_state_s=22.0), Health.DEAD, FOREVER),
         # Waiting is no fault: for a version, paused, on the way out.

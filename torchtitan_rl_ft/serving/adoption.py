@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.serving.duties import Duty
-from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.groups import SlotPlan
 
 
@@ -16,6 +16,8 @@ class Inheritance:
 
     adopted: dict[int, EngineRecord] = field(default_factory=dict)
     rejected: list[tuple[EngineRecord, str]] = field(default_factory=list)
+    memory_lent: bool = False
+    """The trainer may have the memory of colocated engines."""
 
 
 def inherit(records: Iterable[EngineRecord], fingerprints: Mapping[int, str]) -> Inheritance:
@@ -24,6 +26,7 @@ def inherit(records: Iterable[EngineRecord], fingerprints: Mapping[int, str]) ->
     found = Inheritance()
     for record in records:
         reason = _objection(record, fingerprints)
+        found.memory_lent |= record.memory is not Memory.HELD
         if reason is None:
             found.adopted[record.slot] = record
         else:
@@ -38,6 +41,8 @@ def _objection(record: EngineRecord, fingerprints: Mapping[int, str]) -> str | N
         return "there is no such slot any more"
     if record.fingerprint != fingerprints[record.slot]:
         return "it would be started with another command line now"
+    if record.memory is Memory.RELEASING:
+        return "it was giving its memory up, and whether it has cannot be told"
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_rl_ft.observability.events import EventSink
@@ -13,7 +13,7 @@ from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.duties import Boundary, Duty
 from torchtitan_rl_ft.serving.engine_client import EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
-from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.states import EngineState, StateMachine
 
@@ -48,12 +48,15 @@ class Engine:
         self.duty = Duty.ACTIVE
         self.joins: Boundary | None = None
         """When it may take a version; None: at once."""
+        self.was_up = False
+        """An adopted one that had come up before: it has no start before it."""
         self.unproved = process.adopted
         """It may hold the required version, or half of one: nobody has looked."""
         self.same_layout = True
         """It holds weights in the dtype and on the ranks that the exact proof is about."""
         self.version: int | None = None
         self.install_failures = 0  # in a row
+        self.damage_told: int | None = None  # version of which it was said that it is damaged
         self.loading: int | None = None  # version being installed: its files are needed
         self.digest: str | None = None  # model_digest of what it holds, when proved
         self.in_flight = 0
@@ -137,8 +140,11 @@ class Engine:
         self.in_flight -= samples
         self._changes.notify()
 
-    def record(self) -> EngineRecord:
-        return self.process.record(self.slot, self.group.name, str(self.duty))
+    def record(self, memory: Memory | None = None) -> EngineRecord:
+        """`memory`: other than what is known of it now."""
+        now = Memory.RELEASED if self.client.released else Memory.HELD
+        known = self.process.record(self.slot, self.group.name, str(self.duty))
+        return replace(known, up=self.was_up or self.up.is_set(), memory=memory or now)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -6,11 +6,20 @@ import json
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.run_folder import ProcessId, write_atomic
 from torchtitan_rl_ft.session_folder import SessionUnreadable
+
+
+class Memory(StrEnum):
+    """Of a colocated engine."""
+
+    HELD = "held"
+    RELEASING = "releasing"  # it was asked to give it up; whether it has is not known
+    RELEASED = "released"
 
 
 class RecordsCorrupt(SessionUnreadable):
@@ -38,6 +47,10 @@ class EngineRecord:
     group: str = "policy"
     bootstrap_port: int | None = None
     duty: str = "active"
+    up: bool = False
+    """It has been up: what it needs to answer again is no start."""
+
+    memory: Memory = Memory.HELD
 
     @property
     def main(self) -> ProcessId:
@@ -66,6 +79,8 @@ class EngineRecord:
             "scratch": str(self.scratch),
             "shared_memory": sorted(map(str, self.shared_memory)),
             "bootstrap_port": self.bootstrap_port,
+            "up": self.up,
+            "memory": str(self.memory),
         }
 
     @classmethod
@@ -85,6 +100,8 @@ class EngineRecord:
             group=str(given["group"]),
             bootstrap_port=given["bootstrap_port"],
             duty=str(given["duty"]),
+            up=bool(given["up"]),
+            memory=Memory(given["memory"]),
         )
 
 

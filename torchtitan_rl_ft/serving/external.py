@@ -97,6 +97,7 @@ class ExternalLife(Life):
     async def _come_up(self) -> None:
         """It has answered already. What cannot be found out is taken for different."""
         engine, client = self.engine, self.engine.client
+        engine.up.set()
         with contextlib.suppress(*NO_ANSWER):
             assert isinstance(client, ExternalClient)
             layout = self._shared.launcher.layout(engine.group)

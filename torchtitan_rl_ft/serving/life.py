@@ -73,7 +73,6 @@ class Life:
         """
         engine, changes = self.engine, self._shared.changes
         await self._come_up()
-        engine.up.set()
         if engine.duty is Duty.STANDBY:
             engine.move(EngineState.STANDBY, "up, kept for the next fault")
             await changes.wait_until(lambda: self._promoted, math.inf)
@@ -126,6 +125,7 @@ class Life:
                 await asyncio.sleep(READY_POLL_S)
                 continue
             await asyncio.to_thread(engine.process.observe)
+            engine.up.set()
             await self._record()
             shared.events.emit(
                 Kind.READY,

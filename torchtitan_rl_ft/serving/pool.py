@@ -14,7 +14,7 @@ from torchtitan_rl_ft.serving.adoption import inherited_duties
 from torchtitan_rl_ft.serving.deregistration import Hook
 from torchtitan_rl_ft.serving.duties import TAKES_VERSIONS, Duty, Promotion, promotions
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.external import ExternalSlot
 from torchtitan_rl_ft.serving.groups import SlotPlan, chosen, shortage
 from torchtitan_rl_ft.serving.memory import ReleaseFailed, release
@@ -40,10 +40,13 @@ class EnginePool:
         self._assigning: asyncio.Task[None] | None = None
         shared.engines = lambda: self.engines
 
-    def open(self, adopted: Mapping[int, EngineRecord] | None = None) -> None:
+    def open(
+        self, adopted: Mapping[int, EngineRecord] | None = None, *, memory_lent: bool = False
+    ) -> None:
         """`adopted`: living engines of an earlier serving role, by slot; where it had none, or
-        has lost one, a new one is started."""
+        has lost one, a new one is started; with `memory_lent` not before the memory is back."""
         adopted = adopted or {}
+        self._shared.memory_lent = memory_lent
         self._assigning = asyncio.create_task(self._assign_duties())
         self._assigning.add_done_callback(lambda _: self._shared.changes.notify())
         duties = inherited_duties(self._shared.plans, adopted)
@@ -140,7 +143,7 @@ class EnginePool:
         present = [e for e in self.engines if not e.client.released]
         alive = [e for e in present if e.state is not EngineState.RETIRED]
         results = await asyncio.gather(
-            *(release(e, timeout_s) for e in alive), return_exceptions=True
+            *(self._release(e, timeout_s) for e in alive), return_exceptions=True
         )
         failed = [r for r in results if r is not None]
         for fault in failed:
@@ -155,6 +158,21 @@ class EnginePool:
         if failed:
             raise ReleaseFailed("; ".join(map(str, failed)))
         return sorted(e.slot for e in self.engines if e.client.released)
+
+    async def _release(self, engine: Engine, timeout_s: float) -> None:
+        """Durable before and after: a later serving role must not start an engine, nor wait for
+        one, because it knows too little."""
+        put = self._shared.records.put
+        await asyncio.to_thread(put, engine.record(Memory.RELEASING))
+        await release(engine, timeout_s)
+        await asyncio.to_thread(put, engine.record())
+
+    @property
+    def damaged(self) -> int | None:
+        """The required version, when it can be installed no more and no engine holds it: nobody
+        can go on before it is published again."""
+        version = self._shared.version
+        return version if self._shared.damaged == version and not self.answering(version) else None
 
     def take_memory_back(self) -> None:
         """Engines take their memory back as they install what is required of them."""

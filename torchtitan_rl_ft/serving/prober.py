@@ -107,6 +107,7 @@ class Prober:
             watched_s=now - history.watched_mono_s,
             progress_s=now - history.progress_mono_s,
             checked_s=now - history.checked_mono_s,
+            was_up=engine.was_up,
         )
 
 

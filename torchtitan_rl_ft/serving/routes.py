@@ -93,6 +93,10 @@ class Routes:
             answer = await self._service.wait_version(after, 0.0)
             awaits = self._ownership.awaits_publish if self._ownership is not None else None
             return web.json_response({**answer, "serving": 0, "awaits_publish": awaits})
+        if (damaged := self._service.pool.damaged) is not None:
+            # Its trainer writes the same state once more.
+            answer = await self._service.wait_version(after, min(timeout_s, CLOSED_POLL_S))
+            return web.json_response({**answer, "awaits_publish": f"damaged version {damaged}"})
         return web.json_response(await self._service.wait_version(after, timeout_s))
 
     async def generate(self, request: web.Request) -> web.Response:

@@ -18,13 +18,13 @@ from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.admission import Admission
-from torchtitan_rl_ft.serving.adoption import inherit
+from torchtitan_rl_ft.serving.adoption import Inheritance, inherit
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.continuation import stop_tokens
 from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
-from torchtitan_rl_ft.serving.engine_records import EngineRecord, EngineRecords
+from torchtitan_rl_ft.serving.engine_records import EngineRecords
 from torchtitan_rl_ft.serving.gateway import Gateway, GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.health_times import HealthTimes, limits_of
@@ -133,12 +133,13 @@ class ServingService:
         ]
         if self.gateway is not None:
             self._gateway_runs = [asyncio.create_task(self.gateway.run())]
-        adopted = await self._inherit()
-        await self._releases.number_above(await highest_held(self._shared.http, adopted.values()))
-        self.pool.open(adopted)
+        found = await self._inherit()
+        held = await highest_held(self._shared.http, found.adopted.values())
+        await self._releases.number_above(held)
+        self.pool.open(found.adopted, memory_lent=found.memory_lent)
 
-    async def _inherit(self) -> dict[int, EngineRecord]:
-        """Living engines that fit, by slot. The others are ended."""
+    async def _inherit(self) -> Inheritance:
+        """Living engines that fit are adopted. The others are ended."""
         slots = [s.index for s in self.pool.slots if s.duty is not Duty.EXTERNAL]
         fingerprints = {i: self._shared.launcher.fingerprint(i) for i in slots}
         found = inherit(self._records.read(), fingerprints)
@@ -148,7 +149,7 @@ class ServingService:
             cause = f"engine {record.slot} of an earlier serving is not taken over: {reason}"
             self._events.emit(Kind.WARN, cause=cause, ended=pids)
         await asyncio.to_thread(self._records.keep, found.adopted.values())
-        return found.adopted
+        return found
 
     async def _require_frozen(self, group: EngineGroup) -> None:
         """Have the engines of a frozen group show their checkpoint. It may take as long to read

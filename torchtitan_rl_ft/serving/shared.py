@@ -57,6 +57,9 @@ class Shared:
     memory_lent: bool = False
     """The trainer has the memory of colocated engines: none takes it back, and none starts."""
 
+    damaged: int | None = None
+    """A version whose files cannot be installed any more, as the last engine to try has found."""
+
     units: dict[int, Unit] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 

@@ -14,9 +14,9 @@ from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
 from torchtitan_rl_ft.serving.duties import Boundary, Duty, Place
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.engine_client import EngineClient
+from torchtitan_rl_ft.serving.engine_client import MEMORY, EngineClient
 from torchtitan_rl_ft.serving.engine_process import EngineProcess
-from torchtitan_rl_ft.serving.engine_records import EngineRecord
+from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.life import Life
@@ -192,7 +192,12 @@ class Slot:
     def _adopt(self, record: EngineRecord) -> Engine:
         process = EngineProcess.adopt(record)
         self._last_log = process.main.log
-        return self._engine(process)
+        engine = self._engine(process)
+        engine.was_up = record.up
+        if record.memory is Memory.RELEASED:
+            engine.client.released = set(MEMORY)
+            engine.unproved = False  # it holds nothing that could be shown
+        return engine
 
     def _start(self) -> Engine:
         """Raises OSError."""

@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_client import EngineRefused, EngineTimeout, EngineUnreachable
+from torchtitan_rl_ft.serving.engine_records import Memory
 from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.states import EngineState
@@ -38,6 +39,9 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     Raises Retire when it cannot be brought there. A damaged release is no engine's fault: they
     wait for another one."""
     frozen = not engine.plan.takes_versions
+    if engine.client.released:
+        # Durable first: a serving role that dies meanwhile leaves it to be tried, not awaited.
+        await asyncio.to_thread(shared.records.put, engine.record(Memory.HELD))
     if engine.state is not EngineState.STALE:
         wanted = "its checkpoint" if frozen else f"version {target.release.version}"
         engine.move(EngineState.STALE, f"{wanted} is required")
@@ -47,13 +51,21 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     try:
         await _prove_or_install(engine, target, shared)
     except WeightsInvalid as e:
-        cause = f"version {target.release.version} is damaged: {e}"
-        shared.events.emit(
-            Kind.FAULT, cause=cause, version=target.release.version, subject=engine.name
-        )
+        _tell_damage(engine, target, shared, str(e))
         await shared.changes.wait_until(
             lambda: shared.target_for(engine.plan) is not target, DAMAGED_RECHECK_S
         )
+
+
+def _tell_damage(engine: Engine, target: Target, shared: Shared, cause: str) -> None:
+    """Once for each engine: it looks again and again."""
+    version = target.release.version
+    if engine.damage_told != version:
+        engine.damage_told = version
+        cause = f"version {version} is damaged: {cause}"
+        shared.events.emit(Kind.FAULT, cause=cause, version=version, subject=engine.name)
+    shared.damaged = version
+    shared.changes.notify()
 
 
 async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> None:
@@ -65,6 +77,8 @@ async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> N
         work = installer.prove(engine.client, release, proof)
         if (problem := await _attempt(engine, target, shared, work)) is None:
             return
+        if isinstance(problem, EngineTimeout):  # an install would wait for as long, in vain
+            raise Retire(f"the adopted engine cannot show what it holds: {problem}")
         cause = f"the adopted engine has to install version {release.version}: {problem}"
         shared.events.emit(Kind.WARN, cause=cause, subject=engine.name)
     while True:
@@ -143,6 +157,8 @@ async def quiet(engine: Engine, limit_s: float) -> AsyncIterator[None]:
 
 def _announce(engine: Engine, target: Target, took: Installed, shared: Shared) -> None:
     release = target.release
+    if shared.damaged == release.version:
+        shared.damaged = None  # repaired in place
     engine.version, engine.digest = release.version, target.proof.model_digest
     engine.install_failures = 0
     shared.events.emit(

@@ -5,6 +5,7 @@ Every phase of an engine's life has its own limit:
 | phase | limit | why |
 |---|---|---|
 | STARTING | `start_s` | imports and weights take their time, an exit is noticed elsewhere |
+| STARTING, was up before | `install_s` | adopted: it has to answer, nothing more |
 | STALE | none | waits for a version that nobody has published yet |
 | INSTALLING | `install_s` each try | the installer's own limit; here only what it missed |
 | PAUSED, DRAINING | none | cannot generate, by our own wish |
@@ -83,6 +84,7 @@ class Observation:
     watched_s: float  # since it came up, or was resumed
     progress_s: float  # since the last token, or answered probe
     checked_s: float  # since the last check ended
+    was_up: bool = False  # adopted, and had come up before
 
 
 class Health(StrEnum):
@@ -105,6 +107,10 @@ class Verdict:
 def judge(seen: Observation, limits: Limits) -> Verdict:
     """First stage, and the limits of phases that are not probed."""
     match seen.state:
+        case EngineState.STARTING if seen.was_up:
+            limit_s = min(limits.start_s, limits.install_s)
+            why = f"was up, and did not answer within {limit_s:g} s (install_timeout_s)"
+            return _within(seen.in_state_s, limit_s, why)
         case EngineState.STARTING:
             why = f"did not come up within {limits.start_s:g} s (engine_start_timeout_s)"
             return _within(seen.in_state_s, limits.start_s, why)
