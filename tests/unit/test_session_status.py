@@ -141,6 +141,12 @@ def test_status_names_trainers_and_why_nothing_is_admitted(home, sleeper):
     lines = show_status.show(found)
     assert f"role       trainer-0  process {living.pid}" in lines
     assert f"role       trainer-1  process {dead.pid} (dead)" in lines
+    engines = [
+        {"slot": s, "group": g, "duty": "active", "state": "serving", "pid": 7}
+        for s, g in enumerate(("policy", "judge"))
+    ]
+    lines = show_status.show({**found, "engines": engines})
+    assert "engine     engine-1  judge  active  serving  process 7" in lines
     for told, shown in (("no job", "closed: no job"), ("open", "open")):
         assert f"admission  {shown}" in show_status.show({**found, "admission": told})
 

@@ -211,8 +211,10 @@ def _session_lines(found: dict[str, Any]) -> list[str]:
     if (gateway := found["gateway"]) is not None:
         told = f"process {gateway['pid']}" if gateway["pid"] is not None else "down"
         lines.append(_line("gateway", f"{told}, engines listed {len(gateway['listed'])}"))
+    several = len({e.get("group") for e in found["engines"]}) > 1
     for e in found["engines"]:
-        told = [f"engine-{e['slot']}", e.get("duty"), e["state"]]
+        told = [f"engine-{e['slot']}", e.get("group") if several else None]
+        told += [e.get("duty"), e["state"]]
         told += [f"version {e['version']}" if e.get("version") is not None else None]
         told += [f"process {e['pid']}" if e["pid"] is not None else None]
         told += [f"restarts {e['restarts']}" if e.get("restarts") else None, e.get("reason")]

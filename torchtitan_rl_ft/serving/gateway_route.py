@@ -108,7 +108,7 @@ class GatewayRoute(EngineClient):
         url = response.headers.get(CHOSEN, "").rstrip("/")
         chosen = next((e for e in self._engines() if e.client.url == url), None)
         if chosen is None:
-            raise AnswerInvalid(f"{NAME}: answer of an engine that is not ours: {url!r}")
+            raise AnswerInvalid(f"{NAME}: answer of an engine that is not to be asked now: {url!r}")
         self._chosen, self.name = chosen, chosen.name
         chosen.begin(self._samples)
         self._watch = asyncio.create_task(self._until_gone(chosen))
