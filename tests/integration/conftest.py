@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from policies import tiny_model, token_of, write_policy  # noqa: E402
 
 from torchtitan_rl_ft.rpc.client import RoleClient  # noqa: E402
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder  # noqa: E402
+from torchtitan_rl_ft.serving.engine_process import end_recorded  # noqa: E402
+from torchtitan_rl_ft.serving.engine_records import EngineRecords  # noqa: E402
 
 TOKEN = "token-of-the-integration-tests"
 
@@ -134,6 +138,14 @@ def start_serving(run: Path, **rollout: Any) -> ServingRole:
             raise AssertionError(f"serving did not start: {role.log()[-2000:]}")
         time.sleep(0.02)
     return role
+
+
+def end_sessions(run: Path) -> None:
+    """End what a killed role has left: its engines, and its warden, which goes with the folder."""
+    for session in (run / "state" / "torchtitan_rl_ft" / "sessions").glob("*"):
+        for record in EngineRecords(session / "engines.json").read():
+            asyncio.run(end_recorded(record, time.monotonic() + 5))
+        shutil.rmtree(session, ignore_errors=True)
 
 
 @contextmanager

@@ -3,7 +3,6 @@ beyond help. Fake engines, real roles."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -18,14 +17,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from conftest import ServingRole, fake_engine_program, start_serving
+from conftest import ServingRole, end_sessions, fake_engine_program, start_serving
 from safetensors.numpy import load_file, save_file
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.run_folder import ProcessId
-from torchtitan_rl_ft.serving.engine_process import end_recorded
-from torchtitan_rl_ft.serving.engine_records import EngineRecords
 
 
 def crash(role: ServingRole) -> float:
@@ -89,8 +86,7 @@ class Run:
             self._last.process.send_signal(signal.SIGTERM)
             self._last.process.wait(20)
         self._last.client.close()
-        for record in EngineRecords(self.records).read():
-            asyncio.run(end_recorded(record, time.monotonic() + 5))
+        end_sessions(self._folder)
 
 
 @contextmanager

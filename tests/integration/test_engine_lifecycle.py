@@ -213,6 +213,7 @@ async def test_when_all_engines_die_all_are_replaced_at_once(
 
 
 @pytest.mark.row("C12")
+@pytest.mark.scenario("Z-3")
 async def test_replacements_that_always_fail_leave_the_survivors_working(
     tmp_path: Path, model: Path
 ) -> None:

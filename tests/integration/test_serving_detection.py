@@ -225,14 +225,18 @@ async def test_after_every_resume_the_first_wait_holds(tmp_path: Path, model: Pa
 
 
 @pytest.mark.row("B5")
+@pytest.mark.scenario("Z-3")
 async def test_no_probe_beside_an_install(tmp_path: Path, model: Path) -> None:
-    """Probed all the time, by a probe that takes a while, over 20 updates."""
+    """Probed all the time, by a probe that takes a while, over 20 updates; and there is still one
+    that probes."""
     async with open_pool(tmp_path, model, engines=1, **health(0.0, 0.001, 5.0)) as pool:
         await pool.publish(0)
         await pool.fault(0, slow_probe=0.05)
+        before = len(asyncio.all_tasks())
         for step in range(1, 21):
             await pool.publish(step, scale=1 + step / 50)
             await asyncio.sleep(0.03 * (step % 4))
+        assert len(asyncio.all_tasks()) < before + 10
         calls = await pool.calls(0)
         pauses = [at for at, path in calls if path == "/pause_generation"]
         resumes = [at for at, path in calls if path == "/continue_generation"]

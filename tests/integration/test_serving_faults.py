@@ -269,7 +269,9 @@ async def test_an_engine_that_does_not_come_up_in_time_is_replaced(
 async def test_a_newcomer_ends_at_the_version_published_while_it_booted(
     tmp_path: Path, model: Path
 ) -> None:
-    async with open_pool(tmp_path, model) as pool:
+    """Its first install fails: it stays out and tries again, the other one serves on."""
+    faults = {1: [{}, {"half_sync": True}]}
+    async with open_pool(tmp_path, model, faults=faults) as pool:
         await pool.publish(0)
         stop = asyncio.Event()
         samples: list = []
@@ -285,13 +287,16 @@ async def test_a_newcomer_ends_at_the_version_published_while_it_booted(
         await pool.until(lambda: pool.states()[1] == "starting")
         path, digest = write_policy(pool.folder.weights, model, 1, scale=1.1)
         version, _ = await pool.service.publish(1, token_of(1), path, digest, "first", 10.0)
+        await pool.until(lambda: bool(pool.seen("fault", subject="engine-1", version=2)))
+        assert pool.moves(0)[-1] == "serving"
+        await pool.fault(1, half_sync=False)
         await pool.until(lambda: serving(pool, 2))
         stop.set()
         await asyncio.gather(*asking)
         assert version == 2
         assert {v for s in samples for v in s.versions} == {1, 2}
         second_life = pool.moves(1)[pool.moves(1).index("retired") + 1 :]
-        assert second_life == ["stale", "installing", "serving"]
+        assert second_life == ["stale", "installing", "stale", "installing", "serving"]
 
 
 # Pause modes ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import signal
 import threading
@@ -15,12 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ServingRole, fake_engine_program, start_serving
+from conftest import ServingRole, end_sessions, fake_engine_program, start_serving
 
 from torchtitan_rl_ft.chaos import faults
 from torchtitan_rl_ft.run_folder import ProcessId
-from torchtitan_rl_ft.serving.engine_process import end_recorded
-from torchtitan_rl_ft.serving.engine_records import EngineRecords
 
 ACTIONS = ["engine"] * 10 + ["serving"] * 5 + ["publish"] * 10 + ["rewind"] * 5
 
@@ -73,10 +70,7 @@ class Serving:
             self.role.process.send_signal(signal.SIGTERM)
             self.role.process.wait(20)
         self.role.client.close()
-        sessions = self._folder / "state" / "torchtitan_rl_ft" / "sessions"
-        for records in sessions.glob("*/engines.json"):
-            for record in EngineRecords(records).read():
-                asyncio.run(end_recorded(record, time.monotonic() + 5))
+        end_sessions(self._folder)
 
 
 @contextmanager

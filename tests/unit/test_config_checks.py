@@ -332,6 +332,7 @@ SUSPICIOUS = [
 ]
 
 
+@pytest.mark.scenario("D-1")
 @pytest.mark.parametrize(("argv", "key"), SUSPICIOUS, ids=[case[0] for case in SUSPICIOUS])
 def test_suspicious_values_warn(report: Reporter, argv: str, key: str) -> None:
     found = report(*words(argv))
