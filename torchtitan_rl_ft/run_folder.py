@@ -44,8 +44,10 @@ def write_atomic(path: Path, data: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temp, path)
-    except BaseException:
+    except BaseException as e:
         Path(temp).unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:  # a full disk: say which
+            e.filename = str(path)
         raise
     fsync_dir(path.parent)
 

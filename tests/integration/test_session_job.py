@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -284,6 +285,30 @@ def test_a_serving_role_that_hangs_is_replaced(job):
     job.wait_for_session_alone(within_s=5)
     assert not hung.alive() and all(e.alive() for e in engines)
     assert job.command("stop", "s").stdout == "session s: ended 2 engines\n"
+    check_nothing(job)
+
+
+@pytest.mark.row("F1")
+@pytest.mark.row("B8")
+def test_the_session_folder_is_removed_and_an_engine_hangs_when_it_is_adopted(job):
+    """Serving writes the folder again; its successor finds the engines in it, and does not take
+    the silent one for one on its start."""
+    job.start("--rollout.install_timeout_s", "4").up()
+    assert job.publish(0) == 1
+    (hung, healthy), folder = job.engines(), job.session.path
+    shutil.rmtree(folder)
+    names = {"session.json", "engines.json", "token", "serving.lock", "warden.lock"}
+    whole = lambda: folder.is_dir() and names <= {p.name for p in folder.iterdir()}  # noqa: E731
+    job.wait_for(whole, "the folder", 10)
+    job.wait_for(lambda: job.session_record().warden.alive(), "a warden", 5)
+    assert job.engines() == [hung, healthy]
+    os.kill(hung.pid, signal.SIGSTOP)
+    process.kill(job.serving_id())
+    job.wait_for(lambda: not hung.alive(), "the end of the frozen engine", 20)
+    job.up()
+    assert job.engines()[1] == healthy
+    assert any("was up, and did not answer" in e.cause for e in job.events(Kind.FAULT))
+    assert job.finish(0) == ExitCode.DONE, job.story()
     check_nothing(job)
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,6 +138,14 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         stack.push_async_callback(service.close)
         await service.open()
 
+        async def restore() -> None:
+            if session.record_file.exists():
+                return
+            stack.enter_context(session.serving_lock())  # the one that is held has no name now
+            session.write_token(folder.token())
+            await service.save_records()
+            await ownership.save()
+
         async def serve(claim: Claim) -> None:
             run = RunFolder(claim.owner.run_folder)
             await service.move(run)
@@ -164,7 +173,9 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         folder.register(NAME, url)
         stack.callback(lambda: RunFolder(ownership.record.run_folder).unregister(NAME))
         events.emit(Kind.READY, url=url)
-        if reason := await _until_stopped(service, ownership, stop, events):
+        if reason := await _until_stopped(
+            service, ownership, stop, keep_guarded(ownership, restore, events)
+        ):
             events.emit(Kind.SESSION, phase="expire", cause=reason, session=session.id)
             stop.set()
     return ExitCode.DONE
@@ -216,9 +227,12 @@ async def guard(ownership: Ownership) -> None:
     await ownership.guarded_by(child.id)
 
 
-async def keep_guarded(ownership: Ownership, events: EventSink) -> None:
+async def keep_guarded(
+    ownership: Ownership, restore: Callable[[], Awaitable[None]], events: EventSink
+) -> None:
     """Start another warden when it has died: at most one a second, after those that die young
-    one a minute."""
+    one a minute. It ends when somebody has removed the session's folder: `restore` has that
+    written again, so that the engines are not forgotten."""
     pause_s, said = WARDEN_PAUSE_S, ""
     while True:
         began_s = time.monotonic()
@@ -230,6 +244,7 @@ async def keep_guarded(ownership: Ownership, events: EventSink) -> None:
         pause_s = min(2 * pause_s, WARDEN_PAUSE_MAX_S)
         cause = "the session's warden has died: another one is started"
         try:
+            await restore()
             await guard(ownership)
         except OSError as e:  # a full disk: the engines serve on
             cause = f"the session's warden has died, and no other can be started: {e}"
@@ -239,14 +254,17 @@ async def keep_guarded(ownership: Ownership, events: EventSink) -> None:
 
 
 async def _until_stopped(
-    service: ServingService, ownership: Ownership, stop: asyncio.Event, events: EventSink
+    service: ServingService,
+    ownership: Ownership,
+    stop: asyncio.Event,
+    guarding: Coroutine[None, None, None],
 ) -> str | None:
     """Returns why the retention is over, or None when the role was told to stop. Raises
     PoolFailed, and whatever broke the service's own code."""
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(service.run_until_failed())
     over = asyncio.create_task(ownership.watch())
-    guarded = asyncio.create_task(keep_guarded(ownership, events))
+    guarded = asyncio.create_task(guarding)
     try:
         await asyncio.wait({stopped, failed, over, guarded}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

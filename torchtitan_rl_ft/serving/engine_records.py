@@ -143,6 +143,11 @@ class EngineRecords:
             if self._records.pop(slot, None) is not None:
                 self._write()
 
+    def save(self) -> None:
+        """Write the file again: somebody has removed it."""
+        with self._lock:
+            self._write()
+
     def _write(self) -> None:
         data = {str(slot): r.to_json() for slot, r in sorted(self._records.items())}
         write_atomic(self._path, json.dumps(data, indent=1).encode())

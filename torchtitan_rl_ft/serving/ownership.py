@@ -157,6 +157,11 @@ class Ownership:
         async with self._lock:
             await self._put(replace(self.record, warden=warden))
 
+    async def save(self) -> None:
+        """Write the record again: somebody has removed it."""
+        async with self._lock:
+            await self._put(self.record)
+
     # Jobs -------------------------------------------------------------------------------
 
     async def attach(self, claim: Claim) -> None:

@@ -138,6 +138,10 @@ class ServingService:
         await self._releases.number_above(held)
         self.pool.open(found.adopted, memory_lent=found.memory_lent)
 
+    async def save_records(self) -> None:
+        """Write down again what engines hold: somebody has removed it. Raises OSError."""
+        await asyncio.to_thread(self._records.save)
+
     async def _inherit(self) -> Inheritance:
         """Living engines that fit are adopted. The others are ended."""
         slots = [s.index for s in self.pool.slots if s.duty is not Duty.EXTERNAL]
