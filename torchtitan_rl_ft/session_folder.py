@@ -222,8 +222,12 @@ class SessionFolder:
         write_atomic(self.record_file, json.dumps(record.to_json(), indent=1).encode())
 
     def remove(self) -> None:
-        """Forget the session. The record goes first: without it there is none."""
+        """Forget the session. The record goes first: without it there is none. The lock goes last:
+        what another job writes into a session of this name is none of what is removed."""
         self.record_file.unlink(missing_ok=True)
+        for file in self.path.glob("*"):
+            if file != self._lock_file:
+                file.unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _make(self) -> None:
@@ -265,6 +269,10 @@ class SessionFolder:
         self._make()
         write_atomic(self.path / "token", token.encode())  # mode 0600
 
+    @property
+    def _lock_file(self) -> Path:
+        return self.path / "serving.lock"
+
     @contextlib.contextmanager
     def serving_lock(self) -> Generator[None]:
         """Hold the session for one serving process; the kernel lets go when it dies.
@@ -272,15 +280,25 @@ class SessionFolder:
         Raises SessionBusy.
         """
         self._make()
-        fd = os.open(self.path / "serving.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SessionBusy(f"session {self.id} is served by another process") from None
+            if not _is_at(fd, self._lock_file):
+                raise SessionBusy(f"session {self.id} is just being removed")
             yield
         finally:
             os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that others find there."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _hold(record: dict[str, Any]) -> EngineHold:

@@ -478,3 +478,16 @@ async def test_an_end_that_is_asked_for_twice_is_carried_out(tmp_path: Path, mod
         await asyncio.gather(*closing, pool.service.close())
         assert len(pool.seen("exit", phase="stop")) == 2
         assert not any(e.is_running() and e.status() != psutil.STATUS_ZOMBIE for e in engines)
+
+
+async def test_an_end_that_is_wanted_is_no_failure(tmp_path: Path, model: Path) -> None:
+    """The gateway, and a frozen group that is still being read, are cancelled by the end."""
+    async with open_pool(tmp_path, model, engines=1) as pool:
+        reading = asyncio.create_task(asyncio.sleep(60))
+        pool.service._frozen.append(reading)
+        running = asyncio.create_task(pool.service.run_until_failed())
+        await asyncio.sleep(0.1)
+        await pool.service.close()
+        await asyncio.sleep(0.1)
+        assert reading.cancelled() and not running.done()
+        running.cancel()

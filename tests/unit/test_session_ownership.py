@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
 import signal
 import socket
@@ -233,6 +234,22 @@ async def test_a_session_is_served_once(folder):
         pass
     with folder.serving_lock():
         pass
+
+
+async def test_a_lock_that_is_just_being_removed_is_nobodys(folder, monkeypatch):
+    """Its holder lets go of the session: who holds a file that nobody finds holds nothing."""
+    flock = fcntl.flock
+
+    def late(fd: int, operation: int) -> None:
+        folder.remove()
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(SessionBusy, match="just being removed"), folder.serving_lock():
+        pass
+    monkeypatch.undo()
+    with folder.serving_lock():
+        assert folder.path.is_dir()
 
 
 @pytest.mark.row("F3")

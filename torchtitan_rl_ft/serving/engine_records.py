@@ -100,8 +100,9 @@ class EngineRecord:
             group=str(given["group"]),
             bootstrap_port=given["bootstrap_port"],
             duty=str(given["duty"]),
-            up=bool(given["up"]),
-            memory=Memory(given["memory"]),
+            # A session may have been kept by a version without these.
+            up=bool(given.get("up", False)),
+            memory=Memory(given.get("memory", Memory.HELD)),
         )
 
 

@@ -198,8 +198,13 @@ class ServingService:
     async def run_until_failed(self) -> None:
         """Raises PoolFailed, GatewayFailed."""
         failing = asyncio.create_task(self.pool.run_until_failed())
+        running = {failing, *self._frozen, *self._gateway_runs}
         try:
-            await asyncio.gather(failing, *self._frozen, *self._gateway_runs)
+            while True:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if not task.cancelled():  # by `close`, which is no failure
+                        task.result()
         finally:
             failing.cancel()
 
