@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -209,6 +210,16 @@ class Job:
             trust_env=False,
         )
         return answer.status_code
+
+    def engine_statuses(self) -> list[int]:
+        """The HTTP status of one small request to each engine itself, past serving."""
+        assert self.session is not None, self.story()
+        engines = json.loads(self.session.engines.read_bytes()).values()
+        body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 2}}
+        return [
+            httpx.post(e["url"] + "/generate", json=body, timeout=20, trust_env=False).status_code
+            for e in engines
+        ]
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`torchtitan WORDS` with the state folder of this job."""

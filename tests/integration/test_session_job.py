@@ -128,6 +128,7 @@ def check_kept(job: SmallJob) -> None:
     job.wait_for_session_alone(within_s=8)
     job.wait_for_session_state("kept")
     assert all(e.alive() for e in job.engines()) and job.serving_id().alive()
+    assert job.engine_statuses() == [200, 200]
     assert job.generate_status() == 503
 
 
