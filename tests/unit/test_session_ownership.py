@@ -100,6 +100,8 @@ def record(**changed) -> SessionRecord:
         (record(owner=None, by_hand=True), {}, claim("new"), "started by hand"),
         (record(owner=None, by_hand=True), {"serving": False}, claim("new"), None),
         (record(id="t"), {}, claim("new"), "session t, not s"),
+        (record(owner=None), {"serving": None}, claim("new"), "end it there"),  # another host's
+        (record(owner=None), {"serving": False}, claim("new"), None),
     ],
 )
 def test_who_may_attach(before, alive, asked, says):

@@ -75,7 +75,8 @@ def why_not_attached(
 ) -> str | None:
     """Why `claim` must not have the session, or None: it is free and fits. Pure but for `alive`.
 
-    An owner that lives, or of which nobody can tell, keeps it.
+    An owner that lives, or of which nobody can tell, keeps it; and so does another host: what
+    engines hold there cannot be taken over, nor ended, from here.
     """
     if record is None:
         return None
@@ -100,6 +101,12 @@ def why_not_attached(
                 f"session {record.id} belongs to {owner}, which is alive: wait for its end, end "
                 f"it with {end}, or set rollout.session_id to another name"
             )
+    if alive(record.serving) is None:
+        return (
+            f"session {record.id} was served on {record.serving.host}, and whether its engines "
+            f"live cannot be told from here: end it there, {end}, or set rollout.session_id to "
+            "another name"
+        )
     if changed := differences(record.frozen, claim.frozen):
         return (
             f"session {record.id} was started with another configuration: {'; '.join(changed)}. "
