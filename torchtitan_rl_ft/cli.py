@@ -289,12 +289,12 @@ def _resolve(
 
 
 def _quick_checks(resolved: Resolved, *, starting: bool) -> None:
-    """Print notes and warnings. Raises ConfigError."""
-    for note in resolved.notes:
-        _say(note)
+    """Print notes and warnings, but not in a role of a job that has said them. Raises
+    ConfigError."""
     report = checks.check(resolved, starting=starting)
-    for warning in report.warnings:
-        _say(f"warning: {warning}")
+    if ATTEMPT_ENV not in os.environ:
+        for line in [*resolved.notes, *(f"warning: {w}" for w in report.warnings)]:
+            _say(line)
     problems = [*report.problems, *_chaos_problems(resolved)]
     if problems:
         raise ConfigError(problems)

@@ -233,25 +233,52 @@ async def test_a_slot_that_is_given_up_leaves_the_rest_working(tmp_path: Path, m
         watch.cancel()
 
 
+def start_first_at(pool: Pool, port: int) -> None:
+    """The next engine is started there, those after it where they would be."""
+    prepare = pool.launcher.prepare
+
+    def at_the_taken_port(slot: int) -> Launch:
+        pool.launcher.prepare = prepare
+        launch = prepare(slot)
+        [node] = launch.nodes
+        node = [f"--port={port}" if a.startswith("--port=") else a for a in node]
+        return replace(launch, nodes=(node,), url=f"http://127.0.0.1:{port}")
+
+    pool.launcher.prepare = at_the_taken_port
+
+
 async def test_a_port_that_was_taken_meanwhile_is_left_for_another_one(
     tmp_path: Path, model: Path
 ) -> None:
     async with open_pool(tmp_path, model, engines=1, engine_max_restarts=2) as pool:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            port, prepare = taken.getsockname()[1], pool.launcher.prepare
-
-            def at_the_taken_port(slot: int) -> Launch:
-                pool.launcher.prepare = prepare
-                launch = prepare(slot)
-                [node] = launch.nodes
-                node = [f"--port={port}" if a.startswith("--port=") else a for a in node]
-                return replace(launch, nodes=(node,), url=f"http://127.0.0.1:{port}")
-
-            pool.launcher.prepare = at_the_taken_port
+            port = taken.getsockname()[1]
+            start_first_at(pool, port)
             assert await pool.publish(0) == (1, [0])
         [failed] = pool.seen("exit")
         assert failed["cause"] == "exit code 1 while starting"
         assert f"('127.0.0.1', {port}): address already in use" in failed["last_lines"][-1]
+
+
+@pytest.mark.scenario("Z-1")
+async def test_another_jobs_engine_at_the_port_is_not_taken_for_ours(
+    tmp_path: Path, model: Path
+) -> None:
+    """It answers all that ours would, long before ours finds its port taken."""
+    async with open_pool(tmp_path / "other", model, engines=1) as other:
+        await other.publish(0, scale=1.1)
+        url = other.service.status()["engines"][0]["url"]
+        before = len(await other.calls(0))
+        async with open_pool(tmp_path, model, engines=1, engine_max_restarts=2) as pool:
+            start_first_at(pool, int(url.rpartition(":")[2]))
+            assert await pool.publish(0) == (1, [0])
+            assert {s.engine for s in await pool.generate()} == {"engine-0"}
+        assert url not in [e["url"] for e in pool.seen("ready")]
+        assert f"another process listens at its address, {url}" in [
+            e["cause"] for e in pool.seen("warn", subject="engine-0")
+        ]
+        asked = {path for _, path in (await other.calls(0))[before:]}
+        assert asked <= {"/model_info", "/calls"}
 
 
 async def test_an_engine_that_does_not_come_up_in_time_is_replaced(

@@ -194,6 +194,17 @@ def descendants(root: ProcessId | None = None) -> list[ProcessId]:
     return found
 
 
+def listens(target: ProcessId, port: int) -> bool:
+    """Whether it listens at TCP `port`; also True when nobody may look."""
+    try:
+        found = psutil.Process(target.pid).net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+    return any(c.status == psutil.CONN_LISTEN and c.laddr[1] == port for c in found)
+
+
 def session_members(leader_pid: int) -> list[ProcessId]:
     """Living processes of the session that process `leader_pid` led; it may have ended."""
     found = []

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -149,6 +150,14 @@ class EngineProcess:
             below = (p for root in self.processes for p in process.descendants(root.id))
             self.members |= {*(root.id for root in self.processes), *below}
             self.shared_memory |= {m for p in self.members for m in mapped_shared_memory(p.pid)}
+
+    def listens(self) -> bool:
+        """Whether its address is its own. The port was free when it was chosen; an engine listens
+        tens of seconds later, and another program, or another job's engine, may be there by then.
+        Looks at the processes that were observed."""
+        port = urlsplit(self.url).port
+        assert port is not None
+        return any(process.listens(member, port) for member in self.members)
 
     async def worker_gone(self) -> WorkerGone:
         """Wait until one of SGLang's own processes ends while the main one is up. The server

@@ -114,6 +114,7 @@ class Life:
         adopted = engine.process.adopted
         began = shared.clock() if adopted else engine.process.main.started_mono_s
         observed = 0.0
+        stranger = False
         while True:
             now = shared.clock()
             if now - observed >= OBSERVE_S:
@@ -125,6 +126,13 @@ class Life:
                 await asyncio.sleep(READY_POLL_S)
                 continue
             await asyncio.to_thread(engine.process.observe)
+            if not await asyncio.to_thread(engine.process.listens):
+                if not stranger:
+                    stranger = True
+                    cause = f"another process listens at its address, {engine.client.url}"
+                    shared.events.emit(Kind.WARN, cause=cause, subject=engine.name)
+                await asyncio.sleep(OBSERVE_S)
+                continue
             engine.up.set()
             await self._record()
             shared.events.emit(
