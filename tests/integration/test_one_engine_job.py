@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from conftest import fake_engine_program
 from job_run import Job
 
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import Event, Kind
 
 pytestmark = pytest.mark.timeout(180)
@@ -116,3 +118,27 @@ def test_an_error_in_the_close_of_the_users_code_skips_nothing(job: Job, tmp_pat
     (warning,) = [e for e in job.events(Kind.WARN) if "close()" in (e.cause or "")]
     said = "close() of rl.reward failed: RuntimeError: the judge does not let go"
     assert warning.cause == said and said in job.out() + job.err()
+
+
+@pytest.mark.scenario("W-4")
+def test_no_engine_comes_up_any_more(job: Job, tmp_path: Path) -> None:
+    """The cause, a code other than 0, soon; journal and checkpoint as they were."""
+    steps = ("--training.steps", "100000", "--rollout.engine_max_restarts", "2")
+    start(job, tmp_path, *steps, "--recovery.role_max_restarts", "1")
+    job.wait_event(Kind.CHECKPOINT)
+    (tmp_path / "fake-python").write_text("#!/bin/sh\necho no device is left\nexit 5\n")
+    process.kill(job.process_of("engine-0"))
+    began = time.monotonic()
+    code = job.end()
+    print(f"exit code {code} {time.monotonic() - began:.1f} s after the death of the last engine")
+    assert code in (ExitCode.FAILED, ExitCode.CONFIG)
+    assert time.monotonic() - began < 30
+    (error,) = job.error_lines()
+    assert error.startswith("torchtitan: error: serving: exit code")
+    assert "0 of 1 engines are left" in job.err() and "no device is left" in job.err()
+    found = job.audit()
+    assert found.problems == [] and len(found.history) >= 2
+    saved = max(e.step for e in job.events(Kind.CHECKPOINT))
+    assert (job.folder.path / "checkpoint" / f"step-{saved}" / "commit.json").exists()
+    job.command("stop", str(job.folder.path))
+    assert job.left(within_s=5) == []
