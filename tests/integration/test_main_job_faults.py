@@ -203,6 +203,7 @@ def test_interrupted_in_a_step_then_killed_then_finished(job):
     job.kill()
     job.wait_for_session_alone(within_s=10)
     assert all(p.alive() for p in kept.values())
+    assert job.engine_statuses() == [200, 200]
     assert job.generate_status() == 503  # nobody owns it
     check_history(job, may_drop="too old")
     killed = batches(job)
