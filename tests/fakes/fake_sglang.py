@@ -179,6 +179,7 @@ class FakeEngine(Generation):
             return web.json_response({"success": False, "message": message}, status=400)
         if self.memory is not None:
             self.memory.need("weights")
+        await self.worker.word("checksum")  # which the scheduler computes
         sums = {
             n: hashlib.sha256(np.ascontiguousarray(a).tobytes()).hexdigest()[:16]
             for n, a in self.parameters.items()

@@ -226,6 +226,23 @@ def test_an_adopted_engine_that_is_frozen_has_no_start_before_it(tmp_path: Path)
         assert other["pid"] in pids(second)
 
 
+@pytest.mark.timeout(120)
+def test_an_adopted_engine_whose_scheduler_hangs_is_waited_for_once(tmp_path: Path) -> None:
+    """Its server answers. What cannot show what it holds will not install anything either."""
+    with run_in(tmp_path) as run:
+        first = run.started(install_timeout_s=4.0)
+        hung, other = first.engines()
+        crash(first)
+        for worker in tree_of(hung) - {hung["pid"]}:
+            os.kill(worker, signal.SIGSTOP)
+        second = run.start()
+        second.until(lambda: hung["pid"] not in pids(second), timeout_s=40.0)
+        [exit_event] = second.events("exit")[-1:]
+        assert exit_event["cause"].startswith("the adopted engine cannot show what it holds")
+        assert not [e for e in second.events("fault") if "not installed" in (e["cause"] or "")]
+        assert other["pid"] in pids(second)
+
+
 def test_a_version_announced_before_the_crash_is_installed_after_it(tmp_path: Path) -> None:
     with run_in(tmp_path) as run:
         first = run.started()

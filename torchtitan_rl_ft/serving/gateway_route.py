@@ -118,10 +118,11 @@ class GatewayRoute(EngineClient):
         self.gone.set()
 
     def _understood(self, event: bytes) -> dict[str, Any]:
-        with contextlib.suppress(ValueError, TypeError, AttributeError):
-            error = json.loads(event).get("error") or {}
-            if error.get("type") == BROKEN:
-                raise _Reported(f"{self.name}: {error.get('message')}")
+        if BROKEN.encode() in event:  # messages are many and long: each is read once
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                error = json.loads(event).get("error") or {}
+                if error.get("type") == BROKEN:
+                    raise _Reported(f"{self.name}: {error.get('message')}")
         return super()._understood(event)
 
 
