@@ -88,6 +88,7 @@ def test_an_engine_that_takes_a_version_for_long_is_left_alone(role: ServingRole
     """Its scheduler is stopped in the middle, for longer than interval and timeout together: no
     probe could be answered."""
     victim = scheduler(role, 0)
+    check(role)  # no probe of its own is due for an interval, which would find it hung
     with ThreadPoolExecutor(1) as threads, faults.stopped(victim, whole_tree=False):
         publishing = threads.submit(role.publish, 1, scale=1.01)
         role.until(lambda: role.states()[0] == "installing", 10)
@@ -104,6 +105,7 @@ def test_an_engine_that_takes_a_version_for_long_is_left_alone(role: ServingRole
 @pytest.mark.scenario("D-2")
 def test_hung_engines_are_retired(role: ServingRole) -> None:
     """The scheduler of one, the server of the other, at the same time."""
+    role.until(lambda: role.states() == ["serving", "serving"])
     stopped = [scheduler(role, 0), server(role, 1)]
     pids = [e["pid"] for e in role.engines()]
     for victim in stopped:
