@@ -159,7 +159,8 @@ def test_closed_pipe_does_not_stop_the_job(home):
     folder = RunFolder(home / "run")
     process = start(folder.path, [*ROLES[:2], ("trainer-0", "worker", sh("sleep 0.2"))])
     process.stdout.close()
-    process.wait(timeout=30)
+    assert process.wait(timeout=30) == ExitCode.DONE
+    assert "Broken pipe" not in process.stderr.read()
     ends = [e for e in read_events(folder.events) if e.kind is Kind.RUN and e.phase == "end"]
     assert [e.cause for e in ends] == ["complete"]
 
@@ -190,6 +191,15 @@ def test_prepare_clears_dead_roles_and_keeps_the_model(home):
     before = (folder.model / "model.safetensors").stat().st_mtime_ns
     assert job.prepare(resolved, Session(resolved)) is Start.FRESH
     assert (folder.model / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_prepare_refuses_the_model_of_another_seed(home):
+    folder = str(home / "run")
+    first = resolve(["--job.dump_folder", folder])
+    job.prepare(first, Session(first))
+    other = resolve(["--job.dump_folder", folder, "--model.init_seed", "7"])
+    with pytest.raises(ConfigError, match=r"not the tiny model of this seed .* remove it, or give"):
+        job.prepare(other, Session(other))
 
 
 def test_prepare_refuses_beside_a_living_serving_role(home):

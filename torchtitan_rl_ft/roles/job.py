@@ -73,7 +73,7 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
 
 def join(resolved: Resolved) -> None:
     """Make the run folder ready for a role started by hand: what the first one makes, the token
-    too, the others find. Raises OSError."""
+    too, the others find. Raises ConfigError, OSError."""
     folder = resolved.run_folder
     folder.token(create=True)
     _make_model(resolved)
@@ -99,7 +99,10 @@ def _check_dumps(resolved: Resolved) -> None:
 def _make_model(resolved: Resolved) -> None:
     model = resolved.sections.model
     if model.flavor == "tiny" and not model.hf_assets_path:
-        make_tiny_model(resolved.run_folder.model, model.init_seed)
+        try:
+            make_tiny_model(resolved.run_folder.model, model.init_seed)
+        except FileExistsError as e:  # of another seed
+            raise ConfigError(str(e)) from None
 
 
 def _refuse_stranger(folder: RunFolder, session: Session) -> None:
