@@ -84,7 +84,9 @@ def test_stopped_and_gone_on_with_blank_engines(job: Job, tmp_path: Path) -> Non
     ready = max(e.mono_s for e in since(job, resumed, Kind.READY) if e.mono_s < commits[0].mono_s)
     assert commits[0].mono_s - ready < 20
     (end,) = [e for e in since(job, resumed, Kind.RUN) if e.phase == "end"]
-    assert end.mono_s - commits[-1].mono_s < 10
+    took_s = end.mono_s - commits[-1].mono_s
+    print(f"the job ended {took_s:.1f} s after its last commit")
+    assert took_s < 20  # 10 on a machine of one's own: torch takes seconds to leave a process
 
 
 @pytest.mark.scenario("W-4")
