@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from pathlib import Path
 from unittest.mock import AsyncMock, patch
 
 import pytest
 
 from torchtitan_rl_ft.config.resolve import resolve
+from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.roles import serving
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.ownership import Ownership
 from torchtitan_rl_ft.serving.service import ServingService
-from torchtitan_rl_ft.session_folder import SessionFolder
+from torchtitan_rl_ft.session_folder import Owner, SessionFolder
 
 STEPS = {
     "the record": (SessionFolder, "write"),
@@ -78,3 +80,26 @@ async def test_a_start_that_fails_rolls_back(home: Path, step: str) -> None:
         pass
     assert json.dumps(resolved.values) == before
     assert resolved.run_folder.roles() == []
+
+
+@pytest.mark.row("F3")
+async def test_nothing_is_started_for_a_job_that_has_died(home: Path, monkeypatch, capsys) -> None:
+    """Its supervisor was killed while the role was being started, and the next job is on its way:
+    that one finds the session free."""
+    run = home / "run"
+    make_tiny_model(home / "model", 0)
+    resolved = resolve(
+        ["--job.dump_folder", str(run), "--model.hf_assets_path", str(home / "model")]
+        + ["--rollout.session_id", "s"]
+    )
+    dead = Owner(1, 1.0, socket.gethostname(), "a", str(run))  # pid 1 did not begin then
+    monkeypatch.setenv("TORCHTITAN_RL_FT_JOB", dead.environment()["TORCHTITAN_RL_FT_JOB"])
+    rollout = resolved.sections.rollout
+    launcher = serving.SGLangLauncher(rollout, home / "model", resolved.run_folder, on_cpu=True)
+    events = EventLog(run / "events.jsonl", run="run", role="serving", name="serving")
+    assert await serving._serve(resolved, launcher, events) == ExitCode.FAILED
+    events.close()
+    assert "has died: nothing is started" in capsys.readouterr().err
+    assert SessionFolder("s").read() is None
+    with SessionFolder("s").serving_lock():
+        pass

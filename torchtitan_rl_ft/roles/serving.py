@@ -116,6 +116,11 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
     session = SessionFolder(identify(resolved).id)
     async with contextlib.AsyncExitStack() as stack:
         await _take(session, stack)
+        owner = Owner.from_environment()
+        if owner is not None and owner.alive() is False:
+            # The next job, which may be starting, found no session: it must not meet one now.
+            print(f"torchtitan: serving: {owner} has died: nothing is started", file=sys.stderr)
+            return ExitCode.FAILED
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         service = ServingService(
