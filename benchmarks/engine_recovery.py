@@ -50,6 +50,12 @@ CALLERS = 4
 SETTLE_S = 0.5
 """Between kills requests get through: one that loses its engine too often is given up."""
 
+JOB_BATCH = (
+    *("--rl.groups_per_step", "64", "--rl.samples_per_prompt", "16"),
+    *("--rollout.max_response_tokens", "16"),
+)
+"""Rollouts of about a second: a promotion costs the same whatever their length."""
+
 JOB_STEPS_BEFORE, JOB_STEPS_AFTER = 40, 20
 
 
@@ -161,7 +167,7 @@ def waits_in_a_job(folder: Path) -> dict[str, float]:
     fault, and the longest one between the kill and the first second of the promoted engine."""
     folder.mkdir()
     with Job(folder / "run") as job:
-        job.start("--training.steps", "100000", "--rollout.standby_engines", "1")
+        job.start("--training.steps", "100000", "--rollout.standby_engines", "1", *JOB_BATCH)
         job.wait_event(Kind.READY, 3, LIMIT_S, adopted=False)
         job.wait_step(job.step() + JOB_STEPS_BEFORE, LIMIT_S)
         killed = time.monotonic()
