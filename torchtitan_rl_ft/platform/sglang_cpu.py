@@ -17,6 +17,7 @@ Importing this module changes nothing and needs no torch; `main` does the work.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -71,6 +72,9 @@ def main(argv: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    # SGLang collects garbage at every flush of its cache on a CPU: half a second of each install
+    # when what was imported is looked through.
+    gc.freeze()
     try:
         run_server(prepare_server_args(list(argv)))
     finally:
