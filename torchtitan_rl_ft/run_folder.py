@@ -158,6 +158,13 @@ class RunFolder:
     def log_file(self, name: str, attempt: int) -> Path:
         return self.path / "logs" / name / f"attempt_{attempt}.log"
 
+    def next_attempt(self, name: str) -> int:
+        """Number of the next start of `name`, counted over all lives of the run folder by the
+        logs of earlier ones."""
+        logs = self.log_file(name, 1).parent.glob("attempt_*.log")
+        numbers = [f.stem.removeprefix("attempt_") for f in logs]
+        return max((int(n) for n in numbers if n.isdigit()), default=0) + 1
+
     # Roles ------------------------------------------------------------------------------
 
     def register(self, name: str, url: str, attempt: int | None = None) -> RoleAddress:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 FAKES = Path(__file__).parents[1] / "fakes"
@@ -29,6 +30,22 @@ from torchtitan_rl_ft.serving.engine_process import end_recorded  # noqa: E402
 from torchtitan_rl_ft.serving.engine_records import EngineRecords  # noqa: E402
 
 TOKEN = "token-of-the-integration-tests"
+
+
+def tree_of(pid: int) -> set[int]:
+    root = psutil.Process(pid)
+    return {root.pid, *(c.pid for c in root.children(recursive=True))}
+
+
+def living(pids: set[int]) -> set[int]:
+    found = set()
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.add(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 @dataclass

@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-from conftest import ServingRole, end_sessions, fake_engine_program, start_serving
+from conftest import (
+    ServingRole,
+    end_sessions,
+    fake_engine_program,
+    living,
+    start_serving,
+    tree_of,
+)
 from safetensors.numpy import load_file, save_file
 
 from torchtitan_rl_ft.exit_codes import ExitCode
@@ -30,22 +36,6 @@ def crash(role: ServingRole) -> float:
     role.process.wait(10)
     role.client.close()
     return time.monotonic()
-
-
-def tree_of(engine: dict[str, Any]) -> set[int]:
-    root = psutil.Process(engine["pid"])
-    return {root.pid, *(c.pid for c in root.children(recursive=True))}
-
-
-def living(pids: set[int]) -> set[int]:
-    found = set()
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.add(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 class Run:
@@ -114,7 +104,7 @@ def test_engines_outlive_a_killed_role_and_serve_under_the_next_one(tmp_path: Pa
     with run_in(tmp_path) as run:
         first = run.started()
         before = first.engines()
-        trees = tree_of(before[0]) | tree_of(before[1])
+        trees = tree_of(before[0]["pid"]) | tree_of(before[1]["pid"])
         crash(first)
         assert living(trees) == trees
         second = run.start()
@@ -134,7 +124,7 @@ def test_engines_outlive_a_killed_role_and_serve_under_the_next_one(tmp_path: Pa
         [exit_event] = second.events("exit")
         assert exit_event["cause"] == "ended, exit code unknown (it was adopted) while serving"
         assert "returncode" not in {k for k, v in exit_event["data"].items() if v is not None}
-        trees |= tree_of(second.engines()[1])
+        trees |= tree_of(second.engines()[1]["pid"])
         assert second.client.post("/v1/shutdown", {}, deadline_s=20) == {}
         assert second.process.wait(10) == 0
         assert not living(trees)
@@ -233,7 +223,7 @@ def test_an_adopted_engine_whose_scheduler_hangs_is_waited_for_once(tmp_path: Pa
         first = run.started(install_timeout_s=4.0)
         hung, other = first.engines()
         crash(first)
-        for worker in tree_of(hung) - {hung["pid"]}:
+        for worker in tree_of(hung["pid"]) - {hung["pid"]}:
             os.kill(worker, signal.SIGSTOP)
         second = run.start()
         second.until(lambda: hung["pid"] not in pids(second), timeout_s=40.0)
@@ -258,7 +248,7 @@ def test_only_engines_that_fit_are_adopted(tmp_path: Path) -> None:
     with run_in(tmp_path) as run:
         first = run.started(engines=3)
         before = first.engines()
-        trees = [tree_of(e) for e in before]
+        trees = [tree_of(e["pid"]) for e in before]
         crash(first)
         os.kill(before[1]["pid"], signal.SIGKILL)  # dies while nobody looks
         records = json.loads(run.records.read_text())

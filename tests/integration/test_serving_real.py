@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 import transcript
-from conftest import FAKES, TOKEN, ServingRole, serving_role, start_serving
+from conftest import FAKES, TOKEN, ServingRole, living, serving_role, start_serving, tree_of
 from policies import tiny_model, token_of, write_policy
 from tombstone import Tombstone
 
@@ -43,22 +43,6 @@ from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 pytestmark = pytest.mark.timeout(150)
 
 LONG = {"max_new_tokens": 480, "ignore_eos": True}
-
-
-def tree_of(pid: int) -> set[int]:
-    root = psutil.Process(pid)
-    return {root.pid, *(c.pid for c in root.children(recursive=True))}
-
-
-def living(pids: set[int]) -> set[int]:
-    found = set()
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                found.add(pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def shared_memory() -> set[str]:

@@ -179,7 +179,7 @@ class RoleKeeper:
             await asyncio.sleep(verdict.delay_s)
 
     def _spawn(self, spec: RoleSpec) -> tuple[int, process.Child]:
-        attempt = next_attempt(self._folder, spec.name)
+        attempt = self._folder.next_attempt(spec.name)
         log = self._folder.log_file(spec.name, attempt)
         env = {**self._env, ATTEMPT_ENV: str(attempt)}
         child = process.spawn(spec.argv, log=log, env=env, outlives_parent=spec.outlives_parent)
@@ -195,7 +195,7 @@ class RoleKeeper:
         return attempt, child
 
     def _adopt(self, spec: RoleSpec, target: ProcessId, log: Path) -> tuple[int, process.Adopted]:
-        attempt = next_attempt(self._folder, spec.name) - 1
+        attempt = self._folder.next_attempt(spec.name) - 1
         child = self._children[spec.name] = process.Adopted(target, log)
         self._events.emit(
             Kind.SPAWN,
@@ -386,10 +386,3 @@ def with_leftovers(outcome: Outcome, cleanup: Cleanup, left: Sequence[str], kept
         exit_code = exit_code or ExitCode.FAILED
         detail += ["left behind:", *(f"  {line}" for line in left)]
     return Outcome(exit_code, cause, detail, kept)
-
-
-def next_attempt(folder: RunFolder, name: str) -> int:
-    """Number of the next start of role `name`, counted over all lives of the run folder."""
-    logs = folder.log_file(name, 1).parent.glob("attempt_*.log")
-    numbers = [int(p.stem.removeprefix("attempt_")) for p in logs]
-    return max(numbers, default=0) + 1

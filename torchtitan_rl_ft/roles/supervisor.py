@@ -29,7 +29,7 @@ from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.roles import job
-from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec, next_attempt
+from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -61,7 +61,7 @@ def run_job(
 ) -> int:
     """Keep `specs` up in the prepared run folder until the job ends, then sum up."""
     folder = resolved.run_folder
-    attempt = next_attempt(folder, NAME)
+    attempt = folder.next_attempt(NAME)
     log = _log_to(folder.log_file(NAME, attempt))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:

@@ -26,7 +26,6 @@ from torchtitan_rl_ft.serving.gateway_client import GatewayClient, GatewayError
 from torchtitan_rl_ft.serving.gateway_process import HOST, KEY_ENV
 from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
 from torchtitan_rl_ft.serving.launch import free_ports
-from torchtitan_rl_ft.serving.slot import next_attempt
 
 NAME = "gateway"
 STARTS = 5
@@ -134,7 +133,7 @@ class Gateway:
             self._budget = self._budget.started(self._clock())
             self.starts += 1
             folder = self._folder()
-            log = folder.log_file(NAME, next_attempt(folder, NAME))
+            log = folder.log_file(NAME, folder.next_attempt(NAME))
             reason = await self._live(log)
         lines = last_lines(log) if log is not None else []
         raise GatewayFailed(

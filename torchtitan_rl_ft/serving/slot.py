@@ -10,7 +10,6 @@ from typing import Any
 
 from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
 from torchtitan_rl_ft.serving.duties import Boundary, Duty, Place
 from torchtitan_rl_ft.serving.engine import Engine
@@ -202,7 +201,7 @@ class Slot:
     def _start(self) -> Engine:
         """Raises OSError."""
         shared = self._shared
-        attempt = next_attempt(shared.folder, self.name)
+        attempt = shared.folder.next_attempt(self.name)
         log = self._last_log = shared.folder.log_file(self.name, attempt)
         launch = self._launch()
         process = EngineProcess.start(
@@ -249,10 +248,3 @@ class Slot:
             self.came_up = self.came_up or engine.up.is_set()
             self._life, self._lost = None, life.lost
             self._shared.changes.notify()
-
-
-def next_attempt(folder: RunFolder, name: str) -> int:
-    """Number of the next start of `name`, from the logs of earlier ones."""
-    logs = folder.log_file(name, 1).parent.glob("attempt_*.log")
-    numbers = [int(f.stem.removeprefix("attempt_")) for f in logs if f.stem[8:].isdigit()]
-    return max(numbers, default=0) + 1
