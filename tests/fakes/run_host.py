@@ -66,9 +66,13 @@ def made_up_batch(
 
 def seal_one(journal: Journal, args: argparse.Namespace) -> None:
     step = len(journal.plan) + 1
-    groups = range(args.groups)
-    ids = journal.issue([NewGroup({"n": i}, f"{step}:{i}") for i in groups], {"step": step})
-    for group_id in ids:
+    pending = {group.group_id for group in journal.pending()}
+    ids = sorted(pending | {group.group_id for group in journal.accepted()})
+    if not ids:  # else a life before this one was killed between issuing and sealing
+        keys = [NewGroup({"n": i}, f"{step}:{i}") for i in range(args.groups)]
+        ids = journal.issue(keys, {"step": step})
+        pending = set(ids)
+    for group_id in sorted(pending):
         journal.accept(group_id, {"x": np.zeros(1)})
     batch = made_up_batch(step, args.seed, ids, args.samples, args.longest)
     if step == args.nan_step:
