@@ -84,6 +84,9 @@ class FakeLauncher:
     def model_path(self, group: EngineGroup) -> Path:
         return Path(group.model) if group.model else self.model
 
+    def devices(self, slot: int) -> list[int]:
+        return [self.plans[slot].first_device]
+
     def _command(self, slot: int) -> list[str]:
         group = self.plans[slot].group
         command = [sys.executable, str(FAKE), f"--model-path={self.model_path(group)}"]
@@ -110,6 +113,15 @@ class Pool:
     ) -> tuple[int, list[int]]:
         """Publish once every slot has an engine that is up, or is given up."""
         await self.until(lambda: not {"starting", "retired"} & set(self.working_states()))
+        return await self._published(step, wait, deadline_s, policy)
+
+    async def publish_to_the_rest(self, step: int, **policy: Any) -> tuple[int, list[int]]:
+        """Publish, whatever slots have no engine."""
+        return await self._published(step, "all", 20.0, policy)
+
+    async def _published(
+        self, step: int, wait: str, deadline_s: float, policy: dict[str, Any]
+    ) -> tuple[int, list[int]]:
         path, digest = write_policy(self.folder.weights, self.model, step, **policy)
         return await self.service.publish(
             step, policy.get("token") or token_of(step), path, digest, wait, deadline_s

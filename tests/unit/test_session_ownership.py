@@ -358,6 +358,27 @@ async def test_orphans_of_a_dead_job_are_ended_when_another_attaches(folder, sle
     assert await asyncio.to_thread(orphan.wait, 5.0) == -signal.SIGKILL
 
 
+async def test_what_a_job_has_borrowed_is_taken_back_after_its_trainers_have_ended(folder, sleeper):
+    orphan, heard = sleeper(), []
+    ownership, _, life, _, _ = await opened(folder)
+    life.of = {"a": True}
+    await ownership.register(Trainer(*process_of(orphan), "a", "trainer-0.0"))
+
+    async def handed_over(attempt: str) -> None:
+        heard.append((attempt, orphan.poll()))
+
+    ownership.on_handover = handed_over
+    assert ownership.borrower("a") == ownership.borrower(None) == "a"
+    with pytest.raises(NotOwner, match="not to the sender's job"):
+        ownership.borrower("b")
+    await ownership.attach(claim("a"))  # again: nothing
+    await ownership.detach("a")
+    with pytest.raises(NotOwner, match="belongs to no job"):
+        ownership.borrower(None)
+    await ownership.attach(claim("b"))
+    assert heard == [("", -signal.SIGKILL), ("b", -signal.SIGKILL)]
+
+
 # Routes ---------------------------------------------------------------------------------------
 
 

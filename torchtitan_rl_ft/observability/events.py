@@ -45,6 +45,7 @@ class Kind(StrEnum):
     SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step
     PUBLISH = "publish"  # a policy version was announced; version, step
     PROMOTE = "promote"  # a standby engine takes the place of a lost one; cause
+    LEND = "lend"  # phase: lend, return; an engine's place; cause; data: subject
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     MOVE = "move"  # a request left an engine unfinished; cause; data: request, samples, tokens kept
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path

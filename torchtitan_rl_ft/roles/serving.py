@@ -34,6 +34,7 @@ from torchtitan_rl_ft.serving.launch import (
     has_accelerator,
     interpreter_problem,
 )
+from torchtitan_rl_ft.serving.lending_routes import LendingRoutes
 from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership
 from torchtitan_rl_ft.serving.pool import PoolFailed
 from torchtitan_rl_ft.serving.routes import Routes
@@ -141,7 +142,8 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         session.write_token(folder.token())
         await guard(ownership)
         stack.push_async_callback(service.close)
-        await service.open()
+        await service.open(ownership.attempt)
+        ownership.on_handover = service.lending.reclaim
 
         async def restore() -> None:
             if session.record_file.exists():
@@ -163,6 +165,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
             asyncio.get_running_loop().call_soon(stop.set)
 
         routes = Routes(service, stop.set, ownership).table()
+        routes += LendingRoutes(service, ownership).table()
         routes += SessionRoutes(
             ownership,
             lambda: len(list(service.pool.engines)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.groups import SlotPlan
+
+LENT = "its place is lent"
 
 
 @dataclass
@@ -20,12 +22,16 @@ class Inheritance:
     """The trainer may have the memory of colocated engines."""
 
 
-def inherit(records: Iterable[EngineRecord], fingerprints: Mapping[int, str]) -> Inheritance:
+def inherit(
+    records: Iterable[EngineRecord],
+    fingerprints: Mapping[int, str],
+    lent: Container[int] = (),
+) -> Inheritance:
     """`fingerprints`: of the engine that each slot would start now. A living engine that fits
-    keeps its slot."""
+    keeps its slot, unless that is `lent`."""
     found = Inheritance()
     for record in records:
-        reason = _objection(record, fingerprints)
+        reason = LENT if record.slot in lent else _objection(record, fingerprints)
         found.memory_lent |= record.memory is not Memory.HELD
         if reason is None:
             found.adopted[record.slot] = record

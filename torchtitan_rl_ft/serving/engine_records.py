@@ -110,20 +110,20 @@ class EngineRecords:
     """The file. Methods that write are durable when they return; call them in a thread."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._records: dict[int, EngineRecord] = {}
         self._lock = threading.Lock()
 
     def read(self) -> list[EngineRecord]:
         """What an earlier serving role left. Raises RecordsCorrupt."""
         try:
-            given = json.loads(self._path.read_bytes())
+            given = json.loads(self.path.read_bytes())
             return [EngineRecord.from_json(r) for r in given.values()]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise RecordsCorrupt(
-                f"{self._path} cannot be read ({type(e).__name__}: {e}): end the engines of this "
+                f"{self.path} cannot be read ({type(e).__name__}: {e}): end the engines of this "
                 "run that are still there and remove the file"
             ) from e
 
@@ -151,7 +151,7 @@ class EngineRecords:
 
     def _write(self) -> None:
         data = {str(slot): r.to_json() for slot, r in sorted(self._records.items())}
-        write_atomic(self._path, json.dumps(data, indent=1).encode())
+        write_atomic(self.path, json.dumps(data, indent=1).encode())
 
 
 def _sorted(processes: Iterable[ProcessId]) -> list[ProcessId]:

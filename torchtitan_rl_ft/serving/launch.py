@@ -65,6 +65,10 @@ class Launcher(Protocol):
         """The model that engines of the group start from."""
         ...
 
+    def devices(self, slot: int) -> list[int]:
+        """Numbers of the slot's accelerators on this node; none on a CPU."""
+        ...
+
 
 class SGLangLauncher:
     """SGLang servers on this node. Their own routes have no token: they listen on loopback."""
@@ -86,6 +90,13 @@ class SGLangLauncher:
 
     def model_path(self, group: EngineGroup) -> Path:
         return Path(group.model) if group.model else self._model_path
+
+    def devices(self, slot: int) -> list[int]:
+        plan = self._plans[slot]
+        if self._on_cpu:
+            return []
+        first = option(self._fixed(plan.group), ("--base-gpu-id",)) or plan.first_device
+        return [int(first) + i for i in range(plan.ranks)]
 
     def prepare(self, slot: int) -> Launch:
         plan = self._plans[slot]

@@ -17,6 +17,7 @@ from torchtitan_rl_ft.serving.samples import AnswerInvalid
 from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.states import EngineState
 from torchtitan_rl_ft.serving.updates import Retire, update
+from torchtitan_rl_ft.serving.vacancy import vacate
 
 READY_POLL_S = 0.1
 OBSERVE_S = 1.0
@@ -31,6 +32,9 @@ class Life:
         """The end is wanted: no fault."""
         self.lost: Boundary | None = None
         """What its replacement has to wait for, once it is retired."""
+        self._vacated: asyncio.Future[tuple[str, float]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._worker: WorkerGone | None = None
         self._unit = shared.unit(engine.plan)
 
@@ -42,6 +46,7 @@ class Life:
             asyncio.create_task(_reason(self._keep_current())),
             asyncio.create_task(_reason(self._watch_workers())),
             asyncio.create_task(_reason(self._shared.prober.watch(engine))),
+            asyncio.create_task(self._leave()),
             self._unit.join(engine),
         ]
         reason = "serving ends"
@@ -55,6 +60,17 @@ class Life:
                 task.cancel()
             await _to_the_end(self._retire(reason))
             await asyncio.gather(*tasks, return_exceptions=True)
+        return reason
+
+    def vacate(self, reason: str, limit_s: float) -> None:
+        """Its place is wanted: the engine is to let go of its work within `limit_s`, and end."""
+        if not self._vacated.done():
+            self._vacated.set_result((reason, limit_s))
+
+    async def _leave(self) -> str:
+        reason, limit_s = await self._vacated
+        self.ending = True
+        await vacate(self.engine, limit_s)
         return reason
 
     async def _watch_workers(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,6 +132,9 @@ class Ownership:
         self._lock = asyncio.Lock()
         self._changes = Changes()
         self._record: SessionRecord | None = None
+        self.on_handover: Callable[[str], Awaitable[None]] | None = None
+        """Told `attempt` of each new owner ("": none) once the trainers of the one before have
+        ended."""
 
     @property
     def record(self) -> SessionRecord:
@@ -198,6 +201,7 @@ class Ownership:
         )
         await self._end(orphans)
         if not again:
+            await self._handed_over()
             self._events.emit(
                 Kind.SESSION, phase="attach", cause=f"owned by {claim.owner}", session=record.id
             )
@@ -222,6 +226,7 @@ class Ownership:
             replace(self.record, owner=None, published=False, unowned_since_boot_s=now, trainers=())
         )
         await self._end(trainers)
+        await self._handed_over()
         self._events.emit(
             Kind.SESSION,
             phase="detach",
@@ -229,6 +234,24 @@ class Ownership:
             session=self.record.id,
             retain_ttl_s=self.record.retain_ttl_s,
         )
+
+    async def _handed_over(self) -> None:
+        if self.on_handover is not None:
+            await self.on_handover(self.attempt)
+
+    @property
+    def attempt(self) -> str:
+        """That of the owner; empty when there is none."""
+        owner = self.record.owner
+        return owner.attempt if owner is not None else ""
+
+    def borrower(self, attempt: str | None) -> str:
+        """The attempt whose an engine's place becomes that `attempt` (None: not told) borrows.
+        Raises NotOwner when it is not the owner's, or there is no owner."""
+        self.check_publisher(attempt)
+        if self.record.owner is None and not self.record.by_hand:
+            raise NotOwner(f"session {self.record.id} belongs to no job")
+        return self.attempt
 
     # Trainers ---------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from torchtitan_rl_ft.serving.engine import Engine
 from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.external import ExternalSlot
 from torchtitan_rl_ft.serving.groups import SlotPlan, chosen, shortage
+from torchtitan_rl_ft.serving.loans import Loan
 from torchtitan_rl_ft.serving.memory import ReleaseFailed, release
 from torchtitan_rl_ft.serving.pair import Server, pairs
 from torchtitan_rl_ft.serving.shared import Shared, Target
@@ -41,18 +42,27 @@ class EnginePool:
         shared.engines = lambda: self.engines
 
     def open(
-        self, adopted: Mapping[int, EngineRecord] | None = None, *, memory_lent: bool = False
+        self,
+        adopted: Mapping[int, EngineRecord] | None = None,
+        *,
+        memory_lent: bool = False,
+        loans: Mapping[int, Loan] | None = None,
     ) -> None:
         """`adopted`: living engines of an earlier serving role, by slot; where it had none, or
-        has lost one, a new one is started; with `memory_lent` not before the memory is back."""
-        adopted = adopted or {}
+        has lost one, a new one is started; with `memory_lent` not before the memory is back, nor
+        where the place is lent (`loans`)."""
+        adopted, loans = adopted or {}, loans or {}
         self._shared.memory_lent = memory_lent
         self._assigning = asyncio.create_task(self._assign_duties())
         self._assigning.add_done_callback(lambda _: self._shared.changes.notify())
         duties = inherited_duties(self._shared.plans, adopted)
         for slot in self.slots:
             slot.assign(duties[slot.index])
-            slot.open(adopted.get(slot.index), lost=bool(adopted) and slot.index not in adopted)
+            slot.open(
+                adopted.get(slot.index),
+                lost=bool(adopted) and slot.index not in adopted,
+                loan=loans.get(slot.index),
+            )
 
     async def close(self) -> None:
         if self._assigning is not None:

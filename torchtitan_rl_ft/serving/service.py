@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,9 @@ from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.health_times import HealthTimes, limits_of
 from torchtitan_rl_ft.serving.held_versions import highest_held
 from torchtitan_rl_ft.serving.launch import Launcher
+from torchtitan_rl_ft.serving.lending import Lending
+from torchtitan_rl_ft.serving.loans import FILE_NAME as LOANS_FILE
+from torchtitan_rl_ft.serving.loans import Loans
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.releases import Announcement, Releases
@@ -94,6 +97,8 @@ class ServingService:
             deregistration=Deregistration(events),
         )
         self.pool = EnginePool(self._shared)
+        self._loans = Loans(self._records.path.with_name(LOANS_FILE))
+        self.lending = Lending(self.pool.slots, self._shared, self._loans)
         self._releases = Releases(self._shared, self.pool)
         self.gateway = self._make_gateway(gateway_program) if rollout.router == "smg" else None
         self._router = Router(
@@ -122,9 +127,11 @@ class ServingService:
 
     # Life -----------------------------------------------------------------------------------
 
-    async def open(self) -> None:
+    async def open(self, attempt: str = "") -> None:
         """Take over what an earlier serving role of this run left, and start what is missing.
-        Engines take the newest published version as soon as they are up. Raises RecordsCorrupt."""
+        Engines take the newest published version as soon as they are up. `attempt` is the job
+        that owns the session: places that another has are taken back. Raises RecordsCorrupt,
+        LoansCorrupt."""
         await self._releases.open()
         self._frozen = [
             asyncio.create_task(self._require_frozen(g))
@@ -133,20 +140,23 @@ class ServingService:
         ]
         if self.gateway is not None:
             self._gateway_runs = [asyncio.create_task(self.gateway.run())]
-        found = await self._inherit()
+        loans = self._loans.read()
+        found = await self._inherit(loans)
         held = await highest_held(self._shared.http, found.adopted.values())
         await self._releases.number_above(held)
-        self.pool.open(found.adopted, memory_lent=found.memory_lent)
+        self.pool.open(found.adopted, memory_lent=found.memory_lent, loans=loans)
+        await self.lending.reclaim(attempt)
 
     async def save_records(self) -> None:
         """Write down again what engines hold: somebody has removed it. Raises OSError."""
         await asyncio.to_thread(self._records.save)
+        await asyncio.to_thread(self._loans.save)
 
-    async def _inherit(self) -> Inheritance:
+    async def _inherit(self, lent: Container[int]) -> Inheritance:
         """Living engines that fit are adopted. The others are ended."""
         slots = [s.index for s in self.pool.slots if s.duty is not Duty.EXTERNAL]
         fingerprints = {i: self._shared.launcher.fingerprint(i) for i in slots}
-        found = inherit(self._records.read(), fingerprints)
+        found = inherit(self._records.read(), fingerprints, lent)
         deadline = time.monotonic() + self._rollout.cleanup_timeout
         ends = (end_recorded(record, deadline) for record, _ in found.rejected)
         for (record, reason), pids in zip(found.rejected, await asyncio.gather(*ends), strict=True):
@@ -180,6 +190,10 @@ class ServingService:
                 'engines share no devices with the trainer: rollout.placement is "separate"'
             )
         return await self.pool.lend_memory(timeout_s)
+
+    def devices(self, slot: int) -> list[int]:
+        """Numbers of a slot's accelerators on this node; none on a CPU."""
+        return self._launcher.devices(slot)
 
     async def close(self) -> None:
         """End all engines. Several may ask for it: it is done once, and awaited by all."""

@@ -19,6 +19,7 @@ from torchtitan_rl_ft.serving.engine_records import EngineRecord, Memory
 from torchtitan_rl_ft.serving.groups import SlotPlan
 from torchtitan_rl_ft.serving.launch import Launch
 from torchtitan_rl_ft.serving.life import Life
+from torchtitan_rl_ft.serving.loans import Loan
 from torchtitan_rl_ft.serving.shared import Shared
 from torchtitan_rl_ft.serving.states import EngineState
 
@@ -51,14 +52,21 @@ class Slot:
         self._lost: Boundary | None = None
         """The loss of the last engine; None before the first one's."""
         self._task: asyncio.Task[None] | None = None
-        rollout = shared.rollout
-        starts = max(1, rollout.engine_max_restarts)
-        self._budget = StartBudget(starts, rollout.engine_restart_window_s)
+        self.loan: Loan | None = None
+        """Who has the place: no engine is started meanwhile."""
+        self._budget = self._whole_budget()
 
-    def open(self, record: EngineRecord | None = None, *, lost: bool = False) -> None:
+    def open(
+        self,
+        record: EngineRecord | None = None,
+        *,
+        lost: bool = False,
+        loan: Loan | None = None,
+    ) -> None:
         """Start an engine, or adopt the one of `record`. `lost`: there was one that an earlier
-        serving role has lost."""
-        if lost:
+        serving role has lost. `loan`: the place was lent by it."""
+        self.loan = loan
+        if lost and loan is None:
             self._lost = Boundary("at_once", 0)
         self._task = asyncio.create_task(self._run(record), name=self.name)
         self._task.add_done_callback(lambda _: self._shared.changes.notify())
@@ -71,6 +79,28 @@ class Slot:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+
+    def _whole_budget(self) -> StartBudget:
+        rollout = self._shared.rollout
+        starts = max(1, rollout.engine_max_restarts)
+        return StartBudget(starts, rollout.engine_restart_window_s)
+
+    # Lending --------------------------------------------------------------------------------
+
+    def lend(self, loan: Loan) -> None:
+        """Start no engine here until `take_back`."""
+        self.loan = loan
+
+    def vacate(self, reason: str, limit_s: float) -> None:
+        """Have the engine let go of its work, within `limit_s`, and end."""
+        if self._life is not None:
+            self._life.vacate(reason, limit_s)
+
+    def take_back(self) -> None:
+        """As a new slot: the end of its engine was no failure."""
+        self.loan, self._lost, self._last_reason = None, None, ""
+        self._budget = self._whole_budget()
+        self._shared.changes.notify()
 
     @property
     def engine(self) -> Engine | None:
@@ -121,7 +151,7 @@ class Slot:
                 "pid": None,
                 "start_time": None,
                 "url": None,
-                "reason": self.given_up or self._last_reason or "not started yet",
+                "reason": self.given_up or self._last_reason or self._why_not_started,
                 "in_flight": 0,
                 "log": None,
                 "bootstrap_port": None,
@@ -132,7 +162,12 @@ class Slot:
             "duty": str(self._duty),
             "restarts": max(0, self.lives - 1),
             "given_up": self.given_up is not None,
+            "lent": None if self.loan is None else str(self.loan),
         }
+
+    @property
+    def _why_not_started(self) -> str:
+        return "not started yet" if self.loan is None else f"its place is lent to {self.loan}"
 
     # Lives ----------------------------------------------------------------------------------
 
@@ -154,8 +189,9 @@ class Slot:
 
     async def _wait_for_start(self) -> bool:
         """Until the next engine may start; False when none may any more."""
-        shared, lost = self._shared, self._lost
-        if lost is not None:
+        shared = self._shared
+        await shared.changes.wait_until(lambda: self.loan is None, math.inf)
+        if (lost := self._lost) is not None:
             await shared.changes.wait_until(lambda: shared.may_start(lost), math.inf)
         delay_s = self._budget.delay_s(shared.clock())
         if delay_s is None:
@@ -171,7 +207,7 @@ class Slot:
             )
         await asyncio.sleep(delay_s)
         await shared.changes.wait_until(lambda: not shared.memory_lent, math.inf)
-        return True
+        return self.loan is None or await self._wait_for_start()
 
     def _spent(self) -> str:
         rollout = self._shared.rollout

@@ -1,0 +1,57 @@
+"""The routes by which a job's supervisor borrows an engine's place (docs/architecture.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import web
+
+from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.serving.lending import NotLent
+from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
+from torchtitan_rl_ft.serving.service import ServingService
+
+
+class LendingRoutes:
+    def __init__(self, service: ServingService, ownership: Ownership) -> None:
+        self._service, self._ownership = service, ownership
+
+    def table(self) -> list[web.RouteDef]:
+        return [web.post("/v1/lend", self.lend), web.post("/v1/return", self.give_back)]
+
+    async def lend(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        try:
+            timeout_s, borrower = float(body["timeout_s"]), str(body.get("borrower") or "")
+        except (KeyError, ValueError, TypeError) as e:
+            raise RequestError(400, f"timeout_s is needed: {type(e).__name__}: {e}") from e
+        if not timeout_s > 0:
+            raise RequestError(400, f"timeout_s is {timeout_s}: a positive number")
+        try:
+            borrows = self._ownership.borrower(body.get("attempt"))
+            slot = await self._service.lending.lend(borrows, borrower, timeout_s)
+        except (NotOwner, NotLent) as e:
+            raise RequestError(409, str(e)) from e
+        return web.json_response({"slot": slot, "devices": self._service.devices(slot)})
+
+    async def give_back(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        slot = body.get("slot")
+        if type(slot) is not int:
+            raise RequestError(400, f"slot is {slot!r}: a slot's number")
+        try:
+            self._ownership.borrower(body.get("attempt"))
+            await self._service.lending.give_back(slot)
+        except (NotOwner, NotLent) as e:
+            raise RequestError(409, str(e)) from e
+        return web.json_response({})
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except ValueError as e:
+        raise RequestError(400, f"the body is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise RequestError(400, "the body is not a JSON object")
+    return body
