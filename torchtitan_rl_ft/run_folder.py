@@ -10,6 +10,7 @@ Layout (`job.dump_folder` is the run folder itself):
     checkpoint/            TorchTitan checkpoints, step-N/
     weights/               published policies, newest last
     model/                 the tiny model directory, when the job makes its own
+    phases/                where each rank stands (see host/phase_file.py), and learned limits
     roles/<name>.json      address, pid and start time of each role that is up
     chaos.json             faults that were injected on purpose
     logs/<name>/attempt_<n>.log
@@ -154,6 +155,10 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def phases(self) -> Path:
+        return self.path / "phases"
 
     def log_file(self, name: str, attempt: int) -> Path:
         return self.path / "logs" / name / f"attempt_{attempt}.log"

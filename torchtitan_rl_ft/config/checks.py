@@ -45,6 +45,7 @@ RULES = (
     journaling.dump_files,
     journaling.debug_modes,
     service.recovery,
+    service.watching,
     service.chaos,
     service.secrets,
 )

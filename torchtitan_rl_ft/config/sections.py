@@ -427,13 +427,25 @@ class RecoverySection:
 
     # Monitoring (Primus's names and defaults) ---------------------------------------------
     enable_ft_package: bool = False
-    """Watch every rank's phases against limits, and end one that is over its limit."""
+    """Limits of their own for phases: phase_timeouts, and what calc_ft_timeouts has learned.
+    Without it every rank is watched all the same, by phase_timeout_s and
+    rank_silence_timeout_s."""
 
     calc_ft_timeouts: bool = False
-    """Learn the limits of the phases from their observed durations; kept in the run folder."""
+    """With enable_ft_package: learn the limits of the phases from their observed durations; kept in
+    the run folder for its next start."""
+
+    phase_timeouts: list[str] = field(default_factory=list)
+    """With enable_ft_package: limits of phases in seconds, as reduce=20, or
+    first_forward_backward=120 for the time before a process has committed a step."""
 
     phase_timeout_s: float = 600.0
-    """Limit of a phase that has no limit of its own (watched ranks only)."""
+    """A rank that does not come forward in a phase for this long is ended. Phases in which it waits
+    for others (a batch, a quorum) have their own timeouts and a minute."""
+
+    rank_silence_timeout_s: float = 60.0
+    """A rank that gives no sign of life for this long (stopped, or its interpreter held) is ended,
+    whatever its phase."""
 
     run_workload_inspector_server: bool = False
     """Serve phases, stacks and last events of every rank over HTTP, with the run's token."""

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.journal import service as ledger_service
 from torchtitan_rl_ft.journal.checkpoints import checker, finder
 from torchtitan_rl_ft.journal.dump_files import DumpInvalid, DumpWriteError
@@ -115,6 +116,7 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         folder.register(NAME, url)
         stack.callback(folder.unregister, NAME)
         events.emit(Kind.READY, url=url)
+        await stack.enter_async_context(beating(folder.phases, NAME))
         if mode is DebugMode.ROLLOUT_ONLY:
             await announce_initial_policy(
                 client, model_directory(resolved), folder.weights, _serving_limit_s(resolved)

@@ -28,7 +28,7 @@ from torchtitan_rl_ft.observability.jsonl import read_jsonl
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
-from torchtitan_rl_ft.roles import job
+from torchtitan_rl_ft.roles import job, watcher
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
 from torchtitan_rl_ft.roles.session import Session
@@ -108,13 +108,17 @@ async def _supervise(
         groups=sum(spec.duty is Duty.WORKER for spec in specs),
         engines=engines if any(s.name == "serving" for s in specs) else 0,
     )
+    lessons = watcher.Lessons.of(resolved) if recovery.calc_ft_timeouts else None
+    watch = watcher.Watcher(folder, events, watcher.job_limits(resolved), lessons=lessons)
     console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
+    watching = asyncio.create_task(watch.run())
     try:
         return await keeper.run()
     finally:
-        console.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await console
+        for task in (console, watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
 
 async def _show(console: ProgressConsole, events: EventLog) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.run_folder import (
     ATTEMPT_ENV,
     LIGHTHOUSE_ENV,
@@ -153,6 +154,10 @@ class RankGroup:
     async def run(self, n_ranks: int) -> int:
         """Start the ranks and wait. 0 when all ended with 0, else the code of the first that
         did not (128 + number for a signal); SIGTERM ends all."""
+        async with beating(self._folder.phases, self._name, "launcher"):
+            return await self._run(n_ranks)
+
+    async def _run(self, n_ranks: int) -> int:
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):

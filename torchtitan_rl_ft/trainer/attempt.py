@@ -146,6 +146,7 @@ class Attempt:
             count=count,
         ):
             total += float(self._forward_backward(micro_batch).detach())
+            self._enter("forward_backward")  # it comes forward
             if logprobs is not None:
                 unpack(work.batch, micro_batch, self._loss.take_logprobs(), logprobs)
         return samples, total, logprobs

@@ -12,10 +12,13 @@ from __future__ import annotations
 import sys
 
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.platform import torchtitan_cpu
+from torchtitan_rl_ft.trainer import watch
 
 
 def main() -> int:
+    watch.begin_early()
+    from torchtitan_rl_ft.platform import torchtitan_cpu
+
     torchtitan_cpu.install()
     import torchtitan.train
 

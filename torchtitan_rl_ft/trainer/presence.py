@@ -10,6 +10,7 @@ import time
 import uuid
 from typing import Any
 
+from torchtitan_rl_ft.host.phase_file import PhaseFile
 from torchtitan_rl_ft.journal.records import Member
 from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
@@ -81,13 +82,17 @@ class SessionMember:
 class PhaseClock:
     """The phase this rank is in, and the seconds spent in each since `restart`."""
 
-    def __init__(self, events: EventSink) -> None:
-        self._events = events
+    def __init__(self, events: EventSink, file: PhaseFile | None = None) -> None:
+        """`file`: where whoever watches this rank reads its phase."""
+        self._events, self._file = events, file
         self.phase = "starting"
         self._since = time.monotonic()
         self._seconds: dict[str, float] = {}
 
     def enter(self, phase: str, step: int) -> None:
+        """The phase that it is in already: the work comes forward there."""
+        if self._file is not None:
+            self._file.enter(phase, step)
         if phase == self.phase:
             return
         now = time.monotonic()

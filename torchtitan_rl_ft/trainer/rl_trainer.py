@@ -33,6 +33,7 @@ from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
+from torchtitan_rl_ft.trainer import watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
 from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
@@ -103,7 +104,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         config = self.config
         member = this_member(config.fault_tolerance.replica_id)
         self.events = event_sink(self.run_folder, member.replica_id, speaks=self.link.is_speaker)
-        self.clock = PhaseClock(self.events)
+        self.clock = PhaseClock(self.events, watch.begin(self.run_folder.phases))
+        watch.arm(watch.limits_of(config.recovery, config.fault_tolerance))
         self._beats = LiveBeats(LedgerClient(self._client("rollout"), member))
         SessionMember(self._client("serving"), member).announce()
         seams = Seams(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.host.phase_limits import parse_phase_timeouts
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -75,6 +76,23 @@ def recovery(job: Job) -> Iterator[str]:
             "recovery.exit_on_missing_checkpoint",
             "recovery.auto_continue_train",
         )
+
+
+def watching(job: Job) -> Iterator[str]:
+    recovery = job.resolved.sections.recovery
+    yield from job.positive("recovery", "phase_timeout_s", "rank_silence_timeout_s")
+    yield from job.not_negative("recovery", "inprocess_max_restarts")
+    try:
+        parse_phase_timeouts(recovery.phase_timeouts)
+    except ValueError as e:
+        yield job.broken(str(e), "recovery.phase_timeouts")
+    for key in ("phase_timeouts", "calc_ft_timeouts"):
+        if getattr(recovery, key) and not recovery.enable_ft_package:
+            yield job.broken(
+                f"{key} is about limits of single phases, which are off",
+                f"recovery.{key}",
+                "recovery.enable_ft_package",
+            )
 
 
 def chaos(job: Job) -> Iterator[str]:
