@@ -250,8 +250,25 @@ SEMI_SYNC = [
         [f"{FT}.num_fragments = 3", f"{FT}.module_fqns_per_model_fragment"],
     ),
     (
-        "--fault_tolerance.semi_sync_method diloco",
-        ["arrives with a later version", f"{FT}.semi_sync_method = 'diloco'"],
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.sync_steps 4 "
+        "--fault_tolerance.fragment_sync_delay 2",
+        ["a sample is committed once", f"{FT}.fragment_sync_delay = 2"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.fragment_update_alpha 0.5",
+        ["a sample is committed once", f"{FT}.fragment_update_alpha = 0.5"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.should_quantize",
+        ["FP8 kernels for CUDA", f"{FT}.should_quantize = True"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.outer_momentum 1.0",
+        ["below 1", f"{FT}.outer_momentum = 1.0"],
+    ),
+    (
+        "--fault_tolerance.semi_sync_method local_sgd --fault_tolerance.outer_lr 0.5",
+        [f"{FT}.outer_lr = 0.5", f"{FT}.semi_sync_method = 'local_sgd'"],
     ),
 ]
 
@@ -262,6 +279,19 @@ SEMI_SYNC = [
 def test_semi_sync_settings_are_checked(report: Reporter, argv: str, parts: list[str]) -> None:
     problems = report(*words(argv)).problems
     assert any(all(part in problem for part in parts) for problem in problems), problems
+
+
+@pytest.mark.row("G9")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--fault_tolerance.semi_sync_method diloco --fault_tolerance.sync_steps 4 "
+        "--fault_tolerance.num_fragments 2 --fault_tolerance.outer_momentum 0",
+        "--fault_tolerance.semi_sync_method local_sgd",
+    ],
+)
+def test_semi_sync_is_accepted(report: Reporter, argv: str) -> None:
+    assert report(*words(f"--fault_tolerance.enable {argv}")).problems == []
 
 
 @pytest.mark.scenario("Q-2")

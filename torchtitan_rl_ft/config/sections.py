@@ -67,25 +67,27 @@ class FaultToleranceSection:
     """Fewest groups that may commit a step. Below it training waits."""
 
     semi_sync_method: str | None = None
-    """None, "local_sgd" or "diloco"."""
+    """None, "local_sgd" or "diloco": groups step by themselves and sync once a window
+    (docs/semi_sync.md)."""
 
     sync_steps: int = 5
-    """Inner steps between outer syncs (semi-sync only)."""
+    """Inner steps of a window, that is between outer syncs; training.steps and the LR schedule
+    count windows (semi-sync only)."""
 
     should_quantize: bool = False
-    """Quantize the outer all-reduce (semi-sync only)."""
+    """Quantize the outer all-reduce; refused, see docs (semi-sync only)."""
 
     fragment_sync_delay: int = 0
-    """Inner steps between issuing and applying a fragment's sync (semi-sync only)."""
+    """Inner steps between issuing and applying a fragment's sync; 0, the only legal value."""
 
     fragment_update_alpha: float = 0.0
-    """Share of the local parameters kept at a sync (semi-sync only)."""
+    """Share of the local parameters kept at a sync; 0, the only legal value."""
 
     module_fqns_per_model_fragment: list[list[str]] = field(default_factory=list)
-    """Modules of each fragment (semi-sync only)."""
+    """Modules of each fragment of the outer sync; every parameter in one (semi-sync only)."""
 
     num_fragments: int = 1
-    """Number of model fragments (diloco only)."""
+    """Fragments of the outer sync, by size, where none are named (semi-sync only)."""
 
     # Ours -------------------------------------------------------------------------------
     replica_groups: int = 2
@@ -146,7 +148,7 @@ class RLSection:
     Judged when a batch is sealed; older samples are dropped and counted."""
 
     groups_per_step: int = 16
-    """Prompt groups of one batch."""
+    """Prompt groups of one batch; of one inner step in semi-sync, whose batch is a window."""
 
     samples_per_prompt: int = 8
     """Samples of one prompt group."""

@@ -9,6 +9,7 @@ steps everything is read live, and loading copies in place.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,9 @@ class LiveState:
         optimizers: OptimizersContainer,
         lr_schedulers: LRSchedulersContainer,
         progress: Progress,
+        outer: Callable[[], dict[str, torch.Tensor]] = dict,
     ) -> None:
+        """`outer`: live shards of the outer optimizer's state, in semi-synchronous training."""
         self._parameters: dict[str, torch.Tensor] = {}
         for i, part in enumerate(model_parts):
             for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
@@ -49,6 +52,7 @@ class LiveState:
             init_optim_state(optimizer)
         self._lr_schedulers = lr_schedulers
         self._progress = progress
+        self._outer = outer
 
     def state_dict(self) -> dict[str, Any]:
         """References to live tensors plus plain values; valid until the next optimizer step."""
@@ -57,13 +61,19 @@ class LiveState:
             "optimizers": [self._optimizer_tensors(o) for o in self._optimizers],
             "param_groups": [[_scalars(g) for g in o.param_groups] for o in self._optimizers],
             "lr_scheduler": self._lr_schedulers.state_dict(),
+            "outer": self._outer(),
             "progress": json.dumps(self._progress.progress()),
         }
+
+    def optimizer_tensors(self) -> list[torch.Tensor]:
+        """Live shards of the optimizers' state, in a fixed order."""
+        return [t for o in self._optimizers for t in self._optimizer_tensors(o).values()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a peer's state in place. Raises StateMismatch before anything is changed."""
         own = self.state_dict()
-        pairs = [*_match(own["parameters"], state["parameters"], "model")]
+        pairs = _match(own["parameters"], state["parameters"], "model")
+        pairs += _match(own["outer"], state["outer"], "outer optimizer")
         for mine, theirs in zip(own["optimizers"], state["optimizers"], strict=True):
             pairs += _match(mine, theirs, "optimizer")
         with torch.no_grad():
@@ -81,6 +91,8 @@ class LiveState:
             for optimizer in self._optimizers:
                 for tensor in self._optimizer_tensors(optimizer).values():
                     tensor.zero_()
+            for tensor in self._outer().values():
+                tensor.zero_()
         self._lr_schedulers.load_state_dict({"last_epoch": 0})
 
     @staticmethod

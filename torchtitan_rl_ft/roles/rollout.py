@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.windows import groups_per_batch
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.journal import service as ledger_service
@@ -271,7 +272,7 @@ def loop_settings(resolved: Resolved) -> LoopSettings:
             mode=rl.mode,
             start_fraction=rl.start_fraction,
             max_policy_age=rl.max_policy_age,
-            groups_per_step=rl.groups_per_step,
+            groups_per_step=groups_per_batch(rl, resolved.sections.fault_tolerance),
             total_steps=int(resolved.get("training.steps")),
         ),
         advantage_norm=rl.advantage_norm,
@@ -345,7 +346,7 @@ def _starvation(resolved: Resolved, events: EventLog) -> Starvation:
     return Starvation(
         events,
         unavailable_limit_s=_serving_limit_s(resolved),
-        groups_per_step=resolved.sections.rl.groups_per_step,
+        groups_per_step=groups_per_batch(resolved.sections.rl, resolved.sections.fault_tolerance),
         mono_s=time.monotonic,
     )
 

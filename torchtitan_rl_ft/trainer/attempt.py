@@ -91,7 +91,7 @@ class Attempt:
         self._enter("forward_backward")
         samples, loss, recorded = self._compute(work)
         gradients = local_gradients(self._parameters)
-        finite = math.isfinite(loss) and _all_finite(gradients)
+        finite = math.isfinite(loss) and all_finite(gradients)
         self._enter("reduce")
         sum_over_groups(gradients, self._group.all_reduce)
         vector = coverage.fill(
@@ -111,7 +111,7 @@ class Attempt:
         """Values that ride along with the proof of a step on `batch`."""
         return batch.n_tokens if self._loss.config.record else 0
 
-    def abstain(self, batch: SealedBatch) -> None:
+    def abstain(self, batch: SealedBatch, quorum: Quorum) -> None:
         """Keep the collectives of the others alive without taking part, so that they refuse at
         once instead of waiting for us until their timeout."""
         for p in self._parameters:
@@ -155,13 +155,17 @@ class Attempt:
         self._placement.sum(vector)
         self._group.all_reduce(vector)()
 
-    def _vote(self, work: Work, vector: torch.Tensor) -> Result:
+    def _vote(self, work: Work, vector: torch.Tensor, flaw: str = "") -> Result:
+        """`flaw`: numbers that this rank knows to be not finite already."""
         self._enter("commit")
         outcome, cause, numeric = None, "", False
         # A collective inside the group, so on every rank, also on one whose sums have failed.
         norm = float(self._clip())
         if self._group.errored() is None:
             try:
+                if flaw:
+                    numeric = True
+                    raise NumericError(flaw)
                 outcome = coverage.check(vector, work.claim, work.quorum.participants)
                 if outcome.nonfinite or not math.isfinite(norm):
                     numeric = True
@@ -179,6 +183,6 @@ class Attempt:
         return Result(committed, cause, numeric, outcome, norm)
 
 
-def _all_finite(gradients: list[torch.Tensor]) -> bool:
+def all_finite(gradients: list[torch.Tensor]) -> bool:
     norms = torch._foreach_norm([g for g in gradients if g.numel()])
     return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True

@@ -99,10 +99,7 @@ def fill(
     """
     vector = np.zeros(HEAD + claim.n_samples + claim.n_recorded)
     if speaks:
-        vector[Slot.GROUPS] = 1
-        vector[Slot.STEP] = claim.step
-        vector[Slot.STATE_HASH] = fold(claim.token)
-        vector[Slot.BATCH_HASH] = fold(claim.digest)
+        state(vector, claim)
         vector[Slot.NONCE] = nonce
     vector[Slot.NONFINITE] = float(nonfinite)
     vector[Slot.LOSS] = loss if np.isfinite(loss) else 0.0
@@ -113,6 +110,29 @@ def fill(
     if recorded is not None:
         vector[HEAD + claim.n_samples :] = recorded
     return torch.from_numpy(vector)
+
+
+def state(vector: np.ndarray, claim: Claim) -> None:
+    """Put one group's claim into its slots."""
+    vector[Slot.GROUPS] = 1
+    vector[Slot.STEP] = claim.step
+    vector[Slot.STATE_HASH] = fold(claim.token)
+    vector[Slot.BATCH_HASH] = fold(claim.digest)
+
+
+def require_one_state(v: np.ndarray, claim: Claim, participants: int) -> None:
+    """Raises CoverageError unless `participants` groups made this very claim in the sum `v`."""
+    if v[Slot.ABSTAINED]:
+        raise CoverageError(f"{int(v[Slot.ABSTAINED])} group(s) abstained")
+    if v[Slot.GROUPS] != participants:
+        raise CoverageError(f"{v[Slot.GROUPS]:g} of {participants} groups took part")
+    for slot, own, what in (
+        (Slot.STEP, claim.step, "step"),
+        (Slot.STATE_HASH, fold(claim.token), "history"),
+        (Slot.BATCH_HASH, fold(claim.digest), "batch"),
+    ):
+        if v[slot] != participants * own:
+            raise CoverageError(f"groups disagree on the {what}")
 
 
 def abstain(n_samples: int, *, speaks: bool, n_recorded: int = 0) -> torch.Tensor:
@@ -127,17 +147,7 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
     """Raises CoverageError unless the sum proves that `participants` groups on this very state,
     step and batch trained every sample exactly once."""
     v = total.cpu().numpy()
-    if v[Slot.ABSTAINED]:
-        raise CoverageError(f"{int(v[Slot.ABSTAINED])} group(s) abstained")
-    if v[Slot.GROUPS] != participants:
-        raise CoverageError(f"{v[Slot.GROUPS]:g} of {participants} groups took part")
-    for slot, own, what in (
-        (Slot.STEP, claim.step, "step"),
-        (Slot.STATE_HASH, fold(claim.token), "history"),
-        (Slot.BATCH_HASH, fold(claim.digest), "batch"),
-    ):
-        if v[slot] != participants * own:
-            raise CoverageError(f"groups disagree on the {what}")
+    require_one_state(v, claim, participants)
     counts = v[HEAD : HEAD + claim.n_samples]
     if not np.all(counts == 1):
         wrong = np.flatnonzero(counts != 1)

@@ -44,6 +44,14 @@ class GroupLink:
         if self.is_speaker:
             call()
 
+    def all_agree(self, mine: bool) -> bool:
+        """Whether every rank of the group says so."""
+        if self._alone:
+            return mine
+        votes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(votes, mine)
+        return all(votes)
+
     @staticmethod
     def _share(value: Any) -> Any:
         box = [value]

@@ -42,9 +42,6 @@ class Lineage:
         self.step, self.token, self.tail = record.step, record.token, record
         self.tokens_seen += tokens
 
-    def reset(self) -> None:
-        self.step, self.token, self.tail, self.tokens_seen = 0, GENESIS, None, 0
-
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,

@@ -6,9 +6,11 @@ One call of `train_step` is one committed step, however many attempts it takes
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,6 +41,7 @@ from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.lineage import Lineage
+from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
 from torchtitan_rl_ft.trainer.presence import (
     PhaseClock,
@@ -52,6 +55,8 @@ from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.stepper import RunStopped, Seams, Stepper
 from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
+from torchtitan_rl_ft.trainer.window_work import WindowWork
+from torchtitan_rl_ft.trainer.windows import WindowAttempt
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +88,29 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if config.fault_tolerance.enable:
             set_lighthouse(self.run_folder)
         self.lineage = Lineage()
-        super().__init__(config)
+        method = config.fault_tolerance.semi_sync_method
+        # TorchTitan would wrap the model in torchft's own DiLoCo or LocalSGD.
+        group = dataclasses.replace(config.fault_tolerance, semi_sync_method=None)
+        super().__init__(dataclasses.replace(config, fault_tolerance=group))
         torchtitan_cpu.prepare_model(self.model_parts)
-        self.state = LiveState(self.model_parts, self.optimizers, self.lr_schedulers, self)
+        self._outer = None
+        if method is not None:
+            self._outer = outer_optimizer(self.model_parts, method, config.fault_tolerance)
+        self.state = LiveState(
+            self.model_parts,
+            self.optimizers,
+            self.lr_schedulers,
+            self,
+            outer=self._outer.tensors if self._outer else dict,
+        )
+        self._window: WindowAttempt | None = None
         self.stopped: RunStopped | None = None
         self.link = GroupLink()
         self.stepper = self._build_stepper()
         self._reference = self._build_reference() if config.rl.kl_coef > 0 else None
         self.checkpointer.bind(self)
+        if self._outer is not None and self._outer.has_state:
+            self.checkpointer.states["outer_optimizer"] = self._outer
 
     # Set-up -----------------------------------------------------------------------------
 
@@ -145,19 +165,34 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             group=mesh.get_group() if mesh is not None else None,
         )
         assert isinstance(self.loss_fn, PolicyLoss)
-        return Attempt(
-            group=self.ft_manager,
-            placement=self._placement,
-            parameters=self._parameters(),
-            loss=self.loss_fn,
-            forward_backward=self._forward_backward,
-            clip=self._clip,
-            enter=lambda phase: self.stepper.enter(phase),
-            rows=config.training.local_batch_size,
-            seq_len=config.training.seq_len,
+        parts: dict[str, Any] = {
+            "group": self.ft_manager,
+            "placement": self._placement,
+            "parameters": self._parameters(),
+            "loss": self.loss_fn,
+            "forward_backward": self._forward_backward,
+            "clip": self._clip,
+            "enter": lambda phase: self.stepper.enter(phase),
+            "rows": config.training.local_batch_size,
+            "seq_len": config.training.seq_len,
             # Graph capture and compiled code want one shape; eager code is faster on short rows.
-            fixed_rows=config.compile.enable or not config.training.disable_cuda_graphs,
+            "fixed_rows": config.compile.enable or not config.training.disable_cuda_graphs,
+        }
+        if self._outer is None:
+            return Attempt(**parts)
+        self._window = WindowAttempt(
+            **parts,
+            link=self.link,
+            work=WindowWork(parts["parameters"], self.state.optimizer_tensors),
+            outer=self._outer,
+            norm=lambda: self._clip(math.inf),
+            inner_update=self.optimizers.step,
+            discard=self.discard,
+            seed=self.seed_step,
+            sync_steps=config.fault_tolerance.sync_steps,
+            events=self.events,
         )
+        return self._window
 
     def _build_publisher(self) -> PolicyPublisher:
         spec = self.config.model_spec
@@ -235,7 +270,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if checkpoint is None:
             self._load_initial_weights()
             self.state.reset_optimizer()
-            self.lineage.reset()
+            self.load_progress(Lineage().to_json())
         else:
             self.checkpointer.restore(checkpoint.step)
             if self.lineage.state != State(checkpoint.step, checkpoint.token):
@@ -262,14 +297,19 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
-    def seed_step(self) -> None:
+    def seed_step(self, inner_step: int = 0) -> None:
         """A retried or replayed step draws the same numbers, in whatever process."""
         text = f"{self.config.debug.seed or 0}|{self.lineage.step}|{self._placement.rank}"
+        if inner_step:
+            text = f"{text}|{inner_step}"
         torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
 
     def update(self) -> dict[str, float]:
         rates = self.lr_schedulers.get_metrics()
-        self.optimizers.step()
+        if self._window is not None:
+            self._window.apply()
+        else:
+            self.optimizers.step()
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
         return rates
@@ -310,10 +350,10 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.ntokens_seen = self.lineage.tokens_seen
         return processed
 
-    def _clip(self) -> torch.Tensor:
+    def _clip(self, max_norm: float | None = None) -> torch.Tensor:
         return dist_utils.clip_grad_norm_(
             self._parameters(),
-            self.config.training.max_norm,
+            self.config.training.max_norm if max_norm is None else max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             ep_enabled=self.parallel_dims.ep_enabled,
@@ -327,6 +367,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     def load_progress(self, progress: dict[str, Any]) -> None:
         self.lineage.load(progress)
         self._follow_lineage()
+        if self._window is not None:
+            self._window.void()
 
     def state_dict(self) -> dict[str, Any]:
         # One string: a checkpoint flattens nested values, and asks for the keys of today.

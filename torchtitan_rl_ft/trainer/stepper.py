@@ -228,7 +228,7 @@ class Stepper:
         """This group may not train now. Let the others see it at once, then do as told."""
         logger.warning("standing aside (%s): %s", answer.decision, answer.reason)
         if quorum.participants > 1:
-            self._s.attempt.abstain(self._s.ledger.batch(head))
+            self._s.attempt.abstain(self._s.ledger.batch(head), quorum)
             self._s.model.discard()
         if answer.decision is Decision.HEAL:
             self._s.group.set_step(0)

@@ -140,11 +140,32 @@ def semi_sync(job: Job) -> Iterator[str]:
             f"{section}.enable",
         )
     yield from _fragments(job)
-    yield job.broken(
-        "semi-synchronous training arrives with a later version of this package; leave "
-        "semi_sync_method out",
-        f"{section}.semi_sync_method",
-    )
+    yield from _per_fragment_commits(job)
+    if ft.should_quantize:
+        yield job.broken(
+            "torchft quantizes with FP8 kernels for CUDA under nccl only, scaled per element of a "
+            "flat bucket, which saves nothing; the outer all-reduce is exact",
+            f"{section}.should_quantize",
+        )
+
+
+def _per_fragment_commits(job: Job) -> Iterator[str]:
+    """Syncs that are applied later, or in part: a sample would be committed fragment by fragment,
+    so that no step has a state that holds it, and a loss in between would train it in half of the
+    model only."""
+    ft, section = job.resolved.sections.fault_tolerance, "fault_tolerance"
+    why = "a sample is committed once, for the whole model, at the end of its window"
+    if ft.fragment_sync_delay > 0:
+        yield job.broken(
+            f"{why}: fragment_sync_delay, which applies a fragment's sync later, must be 0",
+            f"{section}.fragment_sync_delay",
+        )
+    if 0 < ft.fragment_update_alpha <= 1:
+        yield job.broken(
+            f"{why}, and all groups are equal then: fragment_update_alpha, the share of its own "
+            "parameters that a group would keep, must be 0",
+            f"{section}.fragment_update_alpha",
+        )
 
 
 def _fragments(job: Job) -> Iterator[str]:
@@ -152,6 +173,8 @@ def _fragments(job: Job) -> Iterator[str]:
     yield from job.positive(section, "sync_steps", "num_fragments")
     yield from job.not_negative(section, "fragment_sync_delay", "outer_momentum")
     yield from job.positive(section, "outer_lr")
+    if ft.outer_momentum >= 1:
+        yield job.broken("outer_momentum must be below 1", f"{section}.outer_momentum")
     if not 0 <= ft.fragment_update_alpha <= 1:
         yield job.broken(
             "fragment_update_alpha must be between 0 and 1", f"{section}.fragment_update_alpha"
@@ -169,8 +192,7 @@ def _fragments(job: Job) -> Iterator[str]:
         return
     if ft.sync_steps % fragments:
         yield job.broken(
-            "sync_steps must be a multiple of the number of fragments, one is synced after "
-            "the other",
+            "sync_steps must be a multiple of the number of fragments",
             f"{section}.sync_steps",
             f"{section}.{fragments_key}",
         )

@@ -140,6 +140,9 @@ def _idle(job: Job) -> Iterator[tuple[str, str]]:
     if sections.fault_tolerance.enable and sections.fault_tolerance.semi_sync_method is None:
         for key in SEMI_SYNC_KEYS:
             yield f"fault_tolerance.{key}", "fault_tolerance.semi_sync_method"
+    if sections.fault_tolerance.semi_sync_method == "local_sgd":
+        yield "fault_tolerance.outer_lr", "fault_tolerance.semi_sync_method"
+        yield "fault_tolerance.outer_momentum", "fault_tolerance.semi_sync_method"
     if sections.rl.mode != "semi_async":
         yield "rl.start_fraction", "rl.mode"
     if sections.rl.kl_coef == 0:
