@@ -177,6 +177,12 @@ class LedgerClient:
             attempt=secrets.token_hex(8),
         )["action"]
 
+    def ask_exit(self, reason: str, deadline_s: float) -> Literal["exit", "leave"]:
+        """This process's group was told to end: the job stops at the next step boundary, or
+        this group leaves at its own."""
+        body = {"reason": reason, "replica_id": self.member.replica_id}
+        return self._rpc.post("/v1/ledger/exit", body, deadline_s=deadline_s)["action"]
+
     def status(self) -> dict[str, Any]:
         return self._rpc.get("/v1/ledger/status", deadline_s=self._deadline_s)
 

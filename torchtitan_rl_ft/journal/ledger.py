@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_rl_ft.journal import protocol
+from torchtitan_rl_ft.journal.exits import LEFT, REQUEUE, Exits
 from torchtitan_rl_ft.journal.members import LIVE_TTL_S, Members, process_gone
 from torchtitan_rl_ft.journal.protocol import (
     PUBLISH,
@@ -63,6 +64,7 @@ class Ledger:
         max_numeric_refusals: int = 3,
         at_numeric_limit: Literal["drop", "stop"] = "stop",
         publishes: bool = True,
+        exits: Exits | None = None,
         lease_s: float = LEASE_S,
         live_ttl_s: float = LIVE_TTL_S,
         mono_s: Callable[[], float] = time.monotonic,
@@ -70,7 +72,8 @@ class Ledger:
     ) -> None:
         """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which ones
         have a marker (see checkpoints.py); no step beyond `last_step` is begun. Without `publishes`
-        nobody serves policies, so nobody is asked to publish one."""
+        nobody serves policies, so nobody is asked to publish one. `exits`: when the job stops
+        early."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
         self._last_step = last_step
@@ -89,10 +92,13 @@ class Ledger:
         self._answered: dict[str, tuple[str, str]] = {}  # uuid -> (attempt, action)
         self._last_verdict: dict[str, str] = {}
         self._outcome: Outcome | None = None
+        self._exits = exits or Exits()
         self._awaited: tuple[str, State] | None = None
         self._pulse = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         journal.on_change(self._notify)
+        if (reason := self._exits.settled()) is not None:
+            self.set_outcome(REQUEUE, reason)
 
     # What the rollout role uses -------------------------------------------------------------
 
@@ -106,6 +112,66 @@ class Ledger:
             self._outcome = Outcome(kind, reason)
         self._metrics.flush(final=True)
         self._notify()
+
+    # Early ends ---------------------------------------------------------------------------
+
+    @property
+    def exit_asked(self) -> bool:
+        """The job is to stop at the next step boundary: nothing new is begun."""
+        return self._exits.asked is not None
+
+    def ask_exit(self, reason: str, replica_id: int | None = None) -> Literal["exit", "leave"]:
+        """The whole job shall stop at the next step boundary or, when enough others hold the
+        state, the one group. May be asked again and again. Raises JournalError, OSError."""
+        if replica_id is not None and self._ask_leave(replica_id, reason):
+            return "leave"
+        self._exits.ask(reason)
+        self.try_exit()
+        self._notify()
+        return "exit"
+
+    def _ask_leave(self, replica_id: int, reason: str) -> bool:
+        views = {m.uuid: m for m in self._members.views() if m.alive}
+        groups: dict[int, set[str]] = {}
+        for uuid, view in views.items():
+            # One behind: it has voted for the tip, its report is on its way.
+            holds = view.state is not None and view.state.step >= self.journal.tip.step - 1
+            group = self._members.replica_of(uuid)
+            if group == replica_id or holds:
+                groups.setdefault(group, set()).add(uuid)
+        own = groups.pop(replica_id, set())
+        new = any(self._exits.leaves(uuid) is None for uuid in own)
+        if not self._exits.ask_leave(own, groups, reason):
+            return False
+        if new:
+            step = self.journal.tip.step
+            self._events.emit(Kind.STOP, cause=reason, step=step, replica_id=replica_id)
+        return True
+
+    def try_exit(self) -> None:
+        """Stop a job that was asked to, when nobody is in the middle of a step."""
+        asked = self._exits.asked
+        if self._outcome is None and asked and self._exits.idle(self._members.living()):
+            self._requeue(asked)
+
+    def _exit_if_due(self) -> None:
+        """After a commit."""
+        if self._outcome is None:
+            reason = self._exits.due(self.journal.tip.step, self._last_step)
+            if reason is not None:
+                self._requeue(reason)
+
+    def _requeue(self, reason: str) -> None:
+        step = self.journal.tip.step
+        self._exits.settle(step, reason)
+        self._events.emit(Kind.STOP, cause=reason, step=step)
+        self.set_outcome(REQUEUE, reason)
+
+    def tip_saved(self) -> bool:
+        """Is there a complete checkpoint of the tip, or nothing to save yet?"""
+        tip = self.journal.tip
+        saved = [c for c in self.journal.checkpoints if State(c.step, c.token) == tip]
+        return tip.fresh or any(self._why_incomplete(c) is None for c in saved)
 
     def fail(self, reason: str) -> None:
         """The journal itself broke: stop the run without writing any more."""
@@ -185,15 +251,20 @@ class Ledger:
 
     def next_now(self, step: int, uuid: str, token: str = "") -> dict[str, Any] | None:
         """The answer to `next` if there is one yet."""
+        self._exits.rests(uuid)
+        self.try_exit()
         if self._outcome is not None:
             return {
                 "status": "stop",
                 "reason": self._outcome.reason,
                 "outcome": self._outcome.kind,
             }
+        if (reason := self._exits.leaves(uuid)) is not None:
+            return {"status": "stop", "reason": reason, "outcome": LEFT}
         view = self.view()
         batch = protocol.decide_next(view, step)
         if batch is not None:
+            self._exits.begins(uuid)
             return {
                 "status": "ready",
                 "batch_id": batch.batch_id,
@@ -251,8 +322,11 @@ class Ledger:
                 case Adopt(record):
                     self.journal.commit(record, reporter=member.uuid, metrics=None, adopted=True)
                     self._metrics.flush()
+                    self._exit_if_due()
                 case Rewind(to_step):
                     self.journal.rewind(to_step, reason=verdict.reason, member=member.uuid)
+        if verdict.decision is Decision.GO and self._outcome is not None:  # by what was adopted
+            verdict = protocol.decide_begin(self.view(), member.uuid, state, tail)
         self._tell(member, state, verdict, participants, quorum_id)
         return verdict
 
@@ -283,6 +357,7 @@ class Ledger:
         """A group reports a commit: (status, reason, duties granted to it)."""
         state = State(record.step, record.token)
         self._members.holds(member, state, "committed")
+        self._exits.rests(member.uuid)
         status, reason = protocol.decide_commit(self.view(), record)
         if status == "committed":
             self.journal.commit(record, reporter=member.uuid, metrics=metrics)
@@ -291,7 +366,10 @@ class Ledger:
         else:
             return status, reason, []
         self._metrics.flush()
-        granted = self._publishes and self.duty(member, PUBLISH, state)[0]
+        if status == "committed":
+            self._exit_if_due()
+        going_on = self._outcome is None or self._outcome.kind != REQUEUE
+        granted = self._publishes and going_on and self.duty(member, PUBLISH, state)[0]
         return status, reason, [PUBLISH] if granted else []
 
     def duty(self, member: Member, kind: str, state: State) -> tuple[bool, str]:
@@ -347,7 +425,7 @@ class Ledger:
         counts once."""
         head = self.journal.head()
         if self._outcome is not None:
-            return "stop"
+            return "retry" if self._outcome.kind == REQUEUE else "stop"
         if head is None or head.batch_id != batch_id:
             return "retry"  # others went on: `begin` tells what to do
         if self._answered.get(member.uuid, ("", ""))[0] == attempt:

@@ -69,6 +69,10 @@ class Members:
     def living(self) -> frozenset[str]:
         return frozenset(u for u in self._entries if self.alive(u))
 
+    def replica_of(self, uuid: str) -> int:
+        """Raises KeyError."""
+        return self._entries[uuid].member.replica_id
+
     def views(self) -> list[MemberView]:
         return [MemberView(u, self.alive(u), e.state) for u, e in self._entries.items()]
 

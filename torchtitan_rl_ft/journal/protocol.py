@@ -52,7 +52,7 @@ class MemberView:
     state: State | None = None
 
 
-OutcomeKind = Literal["done", "failed", "drained"]
+OutcomeKind = Literal["done", "failed", "drained", "requeue", "left"]
 
 
 @dataclass(frozen=True)
@@ -376,6 +376,8 @@ def decide_duty(
         return False, f"step {state.step} ({state.token[:8]}) is not in the ledger's history"
     if kind == PUBLISH and state != view.tip:
         return False, f"overtaken: the ledger is at step {view.tip.step}"
+    if kind == SAVE and view.outcome is not None and state != view.tip and tip_lives(view):
+        return False, f"the run ends at step {view.tip.step}, which others hold"
     if duty is None:
         return True, "granted"
     if duty.done:

@@ -30,6 +30,7 @@ def routes(ledger: Ledger) -> list[web.RouteDef]:
         "duty_done": service.duty_done,
         "live": service.live,
         "refused": service.refused,
+        "exit": service.exit,
     }
     return [
         *(web.post(f"/v1/ledger/{name}", service.handler(f)) for name, f in posts.items()),
@@ -145,6 +146,11 @@ class _Service:
             attempt=str(body.get("attempt", "")),
         )
         return {"action": action}
+
+    def exit(self, body: Answer) -> Answer:
+        replica_id = body.get("replica_id")
+        group = None if replica_id is None else int(replica_id)
+        return {"action": self._ledger.ask_exit(str(body["reason"]), group)}
 
 
 def _member(body: Answer) -> Member:

@@ -53,6 +53,9 @@ class Kind(StrEnum):
     DUMP = "dump"  # a sealed batch was dumped; step; data: path, samples, tokens, digest, reward
     EVAL = "eval"  # greedy evaluation; data: reward, prompts
     SESSION = "session"  # serving has another owner, or none; phase: attach, detach, ...
+    STOP = (
+        "stop"  # the job stops at a step boundary; step; cause; data: replica_id: it leaves alone
+    )
     WARN = "warn"  # suspicious, the run goes on; cause
     CHAOS = "chaos"  # phase: inject, lift; cause: the line; data: fault, subject, pid, late_s
 

@@ -19,7 +19,15 @@ from torchtitan_rl_ft.host.footprint import Footprint
 from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.roles.cleanup import Cleanup
-from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, Verdict, after_exit
+from torchtitan_rl_ft.roles.exits import GracefulExit
+from torchtitan_rl_ft.roles.lifecycle import (
+    COMPLETE,
+    Action,
+    Duty,
+    RestartLimits,
+    Verdict,
+    after_exit,
+)
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 
 TERM_GRACE_SHARE = 0.5
@@ -103,10 +111,11 @@ class RoleKeeper:
         worker_end_timeout_s: float,
         session: Kept | None = None,
         look_over_interval_s: float = 5.0,
+        graceful: GracefulExit | None = None,
     ) -> None:
         """`worker_end_timeout_s`: how long the run may go on once all workers are finished.
         `look_over_interval_s`: how often its processes are looked over (what they hold, adopted
-        zombies)."""
+        zombies). `graceful`: what SIGTERM means; without it that is the end at once."""
         self._folder, self._specs, self._events = folder, specs, events
         self._env, self._limits = env, limits
         self._cleanup_timeout_s = cleanup_timeout_s
@@ -120,6 +129,7 @@ class RoleKeeper:
         self._footprint = Footprint()
         self._stopping = False
         self._hurry = asyncio.Event()
+        self._graceful = graceful
         self._outcome: asyncio.Future[Outcome]
 
     async def run(self) -> Outcome:
@@ -127,7 +137,8 @@ class RoleKeeper:
         loop = asyncio.get_running_loop()
         self._outcome = loop.create_future()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, background jobs
+            graceful = self._graceful is not None and signum != signal.SIGHUP
+            if graceful or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, background jobs
                 loop.add_signal_handler(signum, self._on_signal, signum)
         tasks = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
         tasks.append(asyncio.create_task(self._look_over()))
@@ -135,7 +146,7 @@ class RoleKeeper:
             task.add_done_callback(self._on_task_end)
         try:
             outcome = await self._outcome
-            if outcome.exit_code == ExitCode.DONE:
+            if outcome.exit_code in COMPLETE:
                 outcome = await self._let_workers_finish(outcome)
         except asyncio.CancelledError:
             outcome = Outcome(ExitCode.FAILED, "the supervisor was cancelled")
@@ -156,7 +167,7 @@ class RoleKeeper:
             verdict = after_exit(
                 spec.duty,
                 returncode,
-                ending=self._outcome.done(),
+                ending=self._outcome.done() or self._leaving(spec),
                 now_s=now_s,
                 restarts_s=restarts_s,
                 limits=self._limits,
@@ -239,10 +250,10 @@ class RoleKeeper:
         verdict: Verdict,
     ) -> None:
         self._gone.add(spec.name)
-        if returncode == ExitCode.DONE:
+        if returncode in COMPLETE:
             self._finished.add(spec.name)
         if verdict.action is Action.DONE:
-            self._end(Outcome(ExitCode.DONE, verdict.reason))
+            self._end(Outcome(verdict.exit_code, verdict.reason))
         elif verdict.action is Action.FAIL:
             cause = (
                 f"{spec.name}: {process.describe(returncode)} ({verdict.reason}); log: {child.log}"
@@ -280,10 +291,24 @@ class RoleKeeper:
         if not self._outcome.done():
             self._outcome.set_result(outcome)
 
+    def _leaving(self, spec: RoleSpec) -> bool:
+        """The run comes to a step boundary: a group that has ended need not come back for it."""
+        asked = self._graceful is not None and self._graceful.asked
+        return asked and spec.duty is Duty.WORKER
+
     def _on_signal(self, signum: signal.Signals) -> None:
+        if signum == signal.SIGTERM and self._graceful is not None and not self._outcome.done():
+            self._graceful.on_sigterm(self._give_up)
+            return
         if self._outcome.done():
             self._hurry.set()  # a second signal: no more grace
         self._end(Outcome(ExitCode.INTERRUPTED, f"stopped by {signum.name}"))
+
+    def _give_up(self, why: str) -> None:
+        """No step boundary was reached. What is in the journal and the newest checkpoint is
+        enough to go on from, so the run is to be started again all the same."""
+        self._hurry.set()
+        self._end(Outcome(ExitCode.REQUEUE, f"{why}: goes on from the newest checkpoint"))
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """An error of the supervisor itself (a full disk, no process to be had) ends the run."""
@@ -300,7 +325,8 @@ class RoleKeeper:
                 break
             await asyncio.sleep(0.05)
         late = [name for name in workers if name not in self._finished]
-        if len(late) < len(workers) or not workers:
+        # A run that was stopped has told itself what was saved.
+        if len(late) < len(workers) or not workers or outcome.exit_code == ExitCode.REQUEUE:
             if late:
                 self._events.emit(Kind.WARN, cause=f"had not finished at the run's end: {late}")
             return outcome
@@ -317,10 +343,14 @@ class RoleKeeper:
         children = [c for name, c in self._children.items() if name in ending]
         everything = self._present()
         self._footprint.observe(everything)
+        # With a graceful exit SIGTERM asks a role for one, and SIGINT is the end at once.
+        stop_signal = signal.SIGTERM if self._graceful is None else signal.SIGINT
+        if self._graceful is not None:
+            await self._graceful.close()
 
         async def stop_roles(limit_s: float) -> None:
             for child in children:
-                process.kill(child.id, signal.SIGTERM)
+                process.kill(child.id, stop_signal)
             grace_s = min(limit_s, TERM_GRACE_SHARE * self._cleanup_timeout_s)
             await self._wait_for_roles(children, time.monotonic() + 0.95 * grace_s)
 

@@ -9,6 +9,9 @@ from enum import StrEnum
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.process import describe
 
+COMPLETE = (ExitCode.DONE, ExitCode.REQUEUE)
+"""Ends of a role that has done its part, at least for now."""
+
 
 class Duty(StrEnum):
     """What a role's exit code 0 means to the run."""
@@ -68,16 +71,23 @@ def after_exit(
 ) -> Verdict:
     """Decide on a role that has ended.
 
+    The driver's code REQUEUE is the run's; a worker's: its group has left at a step boundary, and
+    comes back when it is started from outside.
+
     `returncode` is negative for a signal, None when nobody told us (an adopted role); `ending`
     tells that the run's outcome is settled; `restarts_s` are the times of the role's earlier
     restarts on the clock of `now_s`.
     """
-    if ending and (returncode != ExitCode.DONE or duty is not Duty.WORKER):
+    if ending and (returncode not in COMPLETE or duty is not Duty.WORKER):
         return Verdict(Action.STOPPED, "the run is ending")
     if returncode == ExitCode.DONE and duty is Duty.DRIVER:
         return Verdict(Action.DONE, "complete")
     if returncode == ExitCode.DONE and duty is Duty.WORKER:
         return Verdict(Action.FINISHED, "its part is complete")
+    if returncode == ExitCode.REQUEUE and duty is Duty.DRIVER:
+        return Verdict(Action.DONE, "to be started again", exit_code=ExitCode.REQUEUE)
+    if returncode == ExitCode.REQUEUE and duty is Duty.WORKER:
+        return Verdict(Action.FINISHED, "it has left at a step boundary")
     if returncode is not None and returncode in _NEVER_RESTARTED:
         code = ExitCode(returncode)
         return Verdict(Action.FAIL, _NEVER_RESTARTED[code], exit_code=code)

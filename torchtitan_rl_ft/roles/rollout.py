@@ -23,9 +23,11 @@ from torchtitan_rl_ft.journal import service as ledger_service
 from torchtitan_rl_ft.journal.checkpoints import checker, finder
 from torchtitan_rl_ft.journal.dump_files import DumpInvalid, DumpWriteError
 from torchtitan_rl_ft.journal.errors import JournalError
+from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.roles.exits import exits_of
 from torchtitan_rl_ft.rollout import plugins, schedule, service
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.dumps import ModelIdentity
@@ -82,7 +84,9 @@ async def _interruptible(resolved: Resolved, folder: RunFolder, events: EventLog
     try:
         return await task
     except asyncio.CancelledError:
-        return ExitCode.INTERRUPTED
+        # Under a scheduler's exit policy it is to be started again, and goes on.
+        again = resolved.sections.recovery.exit_signal_handler and ATTEMPT_ENV not in os.environ
+        return ExitCode.REQUEUE if again else ExitCode.INTERRUPTED
 
 
 async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
@@ -97,6 +101,11 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             limit_s = sections.rollout.cleanup_timeout
             stack.push_async_callback(_close_judge, parts.judge, limit_s, events)
         ledger = _ledger(resolved, folder, stack.enter_context(_journal(resolved, events)), events)
+        if sections.recovery.exit_signal_handler and ATTEMPT_ENV in os.environ:
+            # The signal is to the whole job: its ledger is needed until the end.
+            asyncio.get_running_loop().add_signal_handler(
+                signal.SIGTERM, ledger.ask_exit, "SIGTERM to the rollout role"
+            )
         # One connection per request in flight; serving is one hop away on this host.
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -125,6 +134,11 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
         await driver.run()
         await _linger(ledger, sections.recovery.batch_wait_timeout_s)
         code = _exit_code(ledger)
+        if code == ExitCode.REQUEUE and not ledger.tip_saved():
+            step = ledger.journal.tip.step
+            events.emit(
+                Kind.WARN, cause=f"step {step} was not saved: an earlier one is gone on from"
+            )
     if mode is not DebugMode.NONE and code == ExitCode.DONE:
         folder.remove_scratch()
     return code
@@ -162,6 +176,7 @@ def _ledger(resolved: Resolved, folder: RunFolder, journal: Journal, events: Eve
         last_step=int(resolved.get("training.steps")),
         max_numeric_refusals=sections.recovery.max_numeric_refusals,
         publishes=debug_mode(sections.rollout) is not DebugMode.TRAIN_ONLY,
+        exits=exits_of(resolved),
     )
 
 
@@ -238,7 +253,7 @@ def _exit_code(ledger: Ledger) -> int:
     if outcome.kind == "failed":
         print(f"torchtitan: error: {NAME}: {outcome.reason}", flush=True)
         return ExitCode.FAILED
-    return ExitCode.DONE
+    return ExitCode.REQUEUE if outcome.kind == REQUEUE else ExitCode.DONE
 
 
 # Parts from the configuration ---------------------------------------------------------------

@@ -44,6 +44,8 @@ class Target:
     run_folder: RunFolder | None
     rule: str
     cleanup_timeout_s: float
+    end_signal: signal.Signals = signal.SIGTERM
+    """What ends the job at once."""
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -62,20 +64,23 @@ class Target:
         if record is None or not record.run_folder:
             return cls(session, None, record.rule if record is not None else "", CLEANUP_TIMEOUT_S)
         folder = RunFolder(record.run_folder)
-        return cls(session, folder, record.rule, _cleanup_timeout_s(folder))
+        if not folder.resolved_config.exists():
+            return cls(session, folder, record.rule, CLEANUP_TIMEOUT_S)
+        job = Resolved.read(folder.path)
+        return cls(session, folder, record.rule, *_end_of(job))
 
     @classmethod
     def of_job(cls, job: Resolved) -> Target:
         identity = identify(job)
-        limit_s = job.sections.rollout.cleanup_timeout
-        return cls(SessionFolder(identity.id), job.run_folder, identity.rule, limit_s)
+        return cls(SessionFolder(identity.id), job.run_folder, identity.rule, *_end_of(job))
 
 
-def _cleanup_timeout_s(folder: RunFolder) -> float:
-    """Of the job that ran in `folder`."""
-    if not folder.resolved_config.exists():
-        return CLEANUP_TIMEOUT_S
-    return Resolved.read(folder.path).sections.rollout.cleanup_timeout
+def _end_of(job: Resolved) -> tuple[float, signal.Signals]:
+    """How long a job may take to end, and the signal that makes it. SIGTERM where it can be: shells
+    start what they run in the background with SIGINT ignored."""
+    graceful = job.sections.recovery.exit_signal_handler  # that job heeds SIGINT in any case
+    end_signal = signal.SIGINT if graceful else signal.SIGTERM
+    return job.sections.rollout.cleanup_timeout, end_signal
 
 
 # Status ---------------------------------------------------------------------------------------
@@ -282,14 +287,13 @@ def main_stop(target: Target) -> int:
 
 
 def _stop_job(target: Target) -> tuple[list[str], list[ProcessId]]:
-    """What was done, in lines, and what is still alive. By SIGTERM: shells start what they run
-    in the background with SIGINT ignored."""
+    """What was done, in lines, and what is still alive."""
     supervisor = _supervisor(target)
     if supervisor is None:
         return [], []
     for signum, limit_s in (
-        (signal.SIGTERM, target.cleanup_timeout_s + HURRY_S),
-        (signal.SIGTERM, HURRY_S),  # no more grace
+        (target.end_signal, target.cleanup_timeout_s + HURRY_S),
+        (target.end_signal, HURRY_S),  # no more grace
         (signal.SIGKILL, HURRY_S),
     ):
         process.kill(supervisor, signum)

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,11 +29,11 @@ from torchtitan_rl_ft.observability.jsonl import read_jsonl
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
-from torchtitan_rl_ft.roles import job, watcher
+from torchtitan_rl_ft.roles import exits, job, watcher
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
 from torchtitan_rl_ft.roles.session import Session
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +93,17 @@ async def _supervise(
 ) -> Outcome:
     sections, folder = resolved.sections, resolved.run_folder
     recovery = sections.recovery
+    env = job.role_env(folder, dict(os.environ), session)
     keeper = RoleKeeper(
         folder,
         specs,
         events,
-        env=job.role_env(folder, dict(os.environ), session),
+        env=env,
         limits=RestartLimits(recovery.role_max_restarts, recovery.role_restart_window_s),
         cleanup_timeout_s=sections.rollout.cleanup_timeout,
         worker_end_timeout_s=recovery.batch_wait_timeout_s,
         session=session,
+        graceful=exits.graceful_exit(resolved, env[TOKEN_ENV]),
     )
     engines = sum(g.engines for g in engine_groups(sections.rollout))
     view = RunView(
@@ -113,7 +116,11 @@ async def _supervise(
     console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
     watching = asyncio.create_task(watch.run())
     try:
-        return await keeper.run()
+        outcome = await keeper.run()
+        if outcome.exit_code == ExitCode.REQUEUE:
+            reason = exits.reason_of(folder, session.owner)
+            outcome = replace(outcome, cause=reason or outcome.cause)
+        return outcome
     finally:
         for task in (console, watching):
             task.cancel()

@@ -22,6 +22,7 @@ from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.loop_beats import beating
+from torchtitan_rl_ft.roles.lifecycle import COMPLETE
 from torchtitan_rl_ft.run_folder import (
     ATTEMPT_ENV,
     LIGHTHOUSE_ENV,
@@ -134,7 +135,8 @@ def main(resolved: Resolved) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(command[0], command, rank_env(env, 0))
-    group = RankGroup(folder, f"trainer-{section.replica_id}", command, env)
+    graceful = resolved.sections.recovery.exit_signal_handler
+    group = RankGroup(folder, f"trainer-{section.replica_id}", command, env, graceful=graceful)
     return asyncio.run(group.run(section.ranks_per_group))
 
 
@@ -147,22 +149,33 @@ class RankGroup:
     """The ranks of one group on this host."""
 
     def __init__(
-        self, folder: RunFolder, name: str, command: list[str], env: Mapping[str, str]
+        self,
+        folder: RunFolder,
+        name: str,
+        command: list[str],
+        env: Mapping[str, str],
+        *,
+        graceful: bool = False,
     ) -> None:
+        """`graceful`: SIGTERM asks the ranks to leave at a step boundary; SIGINT ends them."""
         self._folder, self._name, self._command, self._env = folder, name, command, env
+        self._graceful = graceful
 
     async def run(self, n_ranks: int) -> int:
-        """Start the ranks and wait. 0 when all ended with 0, else the code of the first that
-        did not (128 + number for a signal); SIGTERM ends all."""
+        """Start the ranks and wait. 0 when all ended with 0, REQUEUE when all have left at a step
+        boundary, else the code of the first that did not (128 + number for a signal); SIGTERM ends
+        all, or asks them to leave."""
         async with beating(self._folder.phases, self._name, "launcher"):
             return await self._run(n_ranks)
 
     async def _run(self, n_ranks: int) -> int:
         stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
+        ranks: list[process.Child] = []
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stopped.set)
-        ranks: list[process.Child] = []
+        if self._graceful:
+            loop.add_signal_handler(signal.SIGTERM, self._ask_to_leave, ranks)
         for rank in range(n_ranks):
             env = rank_env(self._env, rank)
             ranks.append(process.spawn(self._command, log=self._log(rank), env=env))
@@ -171,9 +184,16 @@ class RankGroup:
         failed = await self._first_failure(waits, stop)
         stop.cancel()
         if failed is None:
-            return ExitCode.DONE
+            left = any(wait.result() == ExitCode.REQUEUE for wait in waits)
+            return ExitCode.REQUEUE if left else ExitCode.DONE
         await self._end(ranks, waits)
         return failed
+
+    @staticmethod
+    def _ask_to_leave(ranks: list[process.Child]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                rank.send(signal.SIGTERM)
 
     def _log(self, rank: int) -> Path:
         attempt = int(self._env.get(ATTEMPT_ENV, "1"))
@@ -186,7 +206,7 @@ class RankGroup:
         while pending != {stop}:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for wait in done - {stop}:
-                if (code := wait.result()) != 0:
+                if (code := wait.result()) not in COMPLETE:
                     rank = waits[wait]
                     print(
                         f"torchtitan: error: {self._name}: rank {rank}: {process.describe(code)}; "
@@ -203,6 +223,6 @@ class RankGroup:
         for rank in ranks:
             if rank.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    rank.send(signal.SIGTERM)
+                    rank.send(signal.SIGINT if self._graceful else signal.SIGTERM)
         await asyncio.wait(waits, timeout=RANK_EXIT_TIMEOUT_S)
         await process.kill_until_gone(trees, time.monotonic() + RANK_EXIT_TIMEOUT_S)

@@ -153,7 +153,10 @@ class RolloutLoop:
                 self._wake.clear()
                 self._check_beside()
                 self._starvation.check()
-                if self._draining is not None:
+                self._ledger.try_exit()
+                if self._ledger.exit_asked:  # what is in flight may still be accepted
+                    self._enter("exiting")
+                elif self._draining is not None:
                     self._end_drained()
                 elif self._complete():
                     await self._finish()

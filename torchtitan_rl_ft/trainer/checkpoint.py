@@ -45,9 +45,27 @@ class RLCheckpointManager(CheckpointManager):
         self._decreed_step = -1
         self._restoring = False
         self._in_flight: tuple[int, str] | None = None
+        self._saves_last = True
+        self._exiting = False
 
-    def bind(self, duty: SaveDuty) -> None:
-        self._duty = duty
+    def bind(self, duty: SaveDuty, *, saves_last: bool = True) -> None:
+        """`saves_last`: also off the interval, the natural last step is saved."""
+        self._duty, self._saves_last = duty, saves_last
+
+    def save_for_exit(self, step: int) -> None:
+        """Save the state of `step` as one to go on from: whole, whatever the last save of a run
+        leaves out, and durable on return. Nothing to do when that step is saved."""
+        self._exiting = True
+        try:
+            self.save(step)
+            self.finish(wait=True)
+        finally:
+            self._exiting = False
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        if self._exiting:
+            return not self.load_only
+        return super()._should_save(curr_step, last_step)
 
     def restore(self, step: int) -> None:
         """Load checkpoint `step`; -1: what `initial_load_path` names. Raises FileNotFoundError."""
@@ -68,6 +86,7 @@ class RLCheckpointManager(CheckpointManager):
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self.finish(wait=False)
+        last_step = last_step and self._saves_last
         if self._duty is None or not self._should_save(curr_step, last_step):
             return False
         if not self._duty.may_save(curr_step):

@@ -28,6 +28,7 @@ from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.client import LedgerClient, LiveBeats
+from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.protocol import CheckpointRef, State
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.platform import torchtitan_cpu
@@ -39,6 +40,7 @@ from torchtitan_rl_ft.trainer import watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
 from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
+from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.lineage import Lineage
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
@@ -85,6 +87,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
             require_roles(self.run_folder, roles_of_trainers(config.rollout))
         self._token = self.run_folder.token()
+        if config.recovery.exit_signal_handler:
+            self._watch_signals(config.fault_tolerance.replica_id)
         if config.fault_tolerance.enable:
             set_lighthouse(self.run_folder)
         self.lineage = Lineage()
@@ -108,7 +112,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.link = GroupLink()
         self.stepper = self._build_stepper()
         self._reference = self._build_reference() if config.rl.kl_coef > 0 else None
-        self.checkpointer.bind(self)
+        self.checkpointer.bind(self, saves_last=not config.recovery.disable_last_saving)
         if self._outer is not None and self._outer.has_state:
             self.checkpointer.states["outer_optimizer"] = self._outer
 
@@ -146,6 +150,11 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             max_refusals=config.fault_tolerance.max_commit_retries,
             batch_wait_timeout_s=config.recovery.batch_wait_timeout_s,
         )
+
+    def _watch_signals(self, replica_id: int) -> None:
+        client = LedgerClient(self._client("rollout"), this_member(replica_id))
+        reason = f"SIGTERM to trainer-{replica_id} (rank {os.environ.get('RANK', '0')})"
+        self._signals = SignalWatch(lambda: client.ask_exit(reason, ASK_TIMEOUT_S))
 
     def _build_train_dumps(self) -> TrainDumps | None:
         template = self.config.rollout.save_debug_train_data
@@ -232,6 +241,9 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         logger.info("Run is over (%s): %s", self.stopped.outcome, self.stopped)
         if self.stopped.outcome == "failed":
             raise SystemExit(ExitCode.FAILED)
+        if self.stopped.outcome in STARTED_AGAIN:
+            self.close()
+            raise SystemExit(ExitCode.REQUEUE)
 
     def should_continue_training(self) -> bool:
         """Until the ledger says stop: after the last step there may be a policy to publish."""
@@ -247,6 +259,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             # Peers would wait a heartbeat timeout for a group that sleeps in the quorum.
             self.ft_manager.leave()
             self.checkpointer.finish(wait=True)
+            if e.outcome == REQUEUE and self.step > 0:
+                self.checkpointer.save_for_exit(self.step)
             # The base loop's way to end before the last step.
             raise DataloaderExhaustedError from e
         self._shorten_timeouts()

@@ -51,7 +51,7 @@ class NumericStop(Exception):
 
 
 class RunStopped(Exception):
-    """The ledger says that the run is over; `outcome` is done, failed or drained."""
+    """The ledger says that the run is over, or for now; `outcome`: protocol.OutcomeKind."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)

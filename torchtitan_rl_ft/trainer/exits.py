@@ -1,0 +1,53 @@
+"""SIGTERM to a trainer rank: the ledger is asked to stop at a step boundary.
+
+Only with `recovery.exit_signal_handler`; without it SIGTERM ends the rank at once, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from torchtitan_rl_ft.journal.exits import LEFT, REQUEUE
+from torchtitan_rl_ft.rpc.client import RoleRefused, RoleUnreachable
+
+logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 5.0
+ASK_AGAIN_S = 2.0
+"""A ledger that was restarted has forgotten who wants to leave."""
+
+STARTED_AGAIN = (REQUEUE, LEFT)
+"""How a run may be over for a group that goes on when it is started again."""
+
+
+class SignalWatch:
+    """Asks from a side thread, which is told by the C handler of the signal: Python's own waits
+    for the main thread, which may sit in a collective."""
+
+    def __init__(self, ask: Callable[[], str]) -> None:
+        """`ask` tells the ledger; it raises RoleUnreachable, RoleRefused."""
+        self._ask = ask
+        self._told, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        # What ends a rank at once now; a shell's background jobs are born with it ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._thread = threading.Thread(target=self._run, name="exit-signal", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while signal.SIGTERM not in os.read(self._told, 64):
+            pass
+        logger.warning("SIGTERM: asking to stop at the next step boundary")
+        pause = threading.Event()
+        while True:  # until the process ends
+            try:
+                self._ask()
+            except (RoleUnreachable, RoleRefused) as e:
+                logger.warning("the ledger does not hear that this rank is to end: %s", e)
+            pause.wait(ASK_AGAIN_S)
