@@ -2,6 +2,10 @@
 
 The product knows nothing of it: the probe wraps the trainer from outside and appends to
 RUN/probe-<replica>.<rank>.jsonl, one line per step: step, token, digests, learning rates.
+
+What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
+"sleep", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself as it enters that
+phase (of that step, 0: any), once.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 from torchtitan_rl_ft.platform import torchtitan_cpu
 
@@ -18,6 +25,7 @@ torchtitan_cpu.install()
 import torch  # noqa: E402
 
 from torchtitan_rl_ft.trainer import entry  # noqa: E402
+from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
 
 
@@ -28,7 +36,35 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return h.hexdigest()[:16]
 
 
+def obey_orders() -> None:
+    """Look for an order at every change of phase."""
+    enter = PhaseClock.enter
+    name = f"order-{os.environ['TORCHTITAN_RL_FT_REPLICA_ID']}.{os.environ['RANK']}"
+    path = Path(os.environ["TORCHTITAN_RL_FT_RUN"]) / name
+
+    def entered(self: PhaseClock, phase: str, step: int) -> None:
+        enter(self, phase, step)
+        if path.exists():
+            order = json.loads(path.read_text())
+            if order["point"] == phase and order["step"] in (0, step):
+                path.unlink()
+                obey(order)
+
+    PhaseClock.enter = entered
+
+
+def obey(order: dict) -> None:
+    match order["act"]:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep":
+            time.sleep(order["sleep_s"])
+
+
 def main() -> int:
+    obey_orders()
     committed = RLFaultTolerantTrainer.committed
 
     def probed(self, *args, **kwargs):
@@ -47,6 +83,7 @@ def main() -> int:
             ),
             "lr": [g["lr"] for groups in state["param_groups"] for g in groups],
             "scheduler": state["lr_scheduler"],
+            "manager_step": self.ft_manager._manager.current_step(),
         }
         name = f"probe-{self.ft_manager.replica_id}.{os.environ['RANK']}.jsonl"
         with open(self.run_folder.path / name, "a") as f:

@@ -1,11 +1,10 @@
 """Replica groups of the real trainer on real torchft: exactly once, equal, healed, resumed."""
 
 import signal
-import time
 
 import numpy as np
 import pytest
-from trainer_run import TrainerRun
+from trainer_run import TrainerRun, assert_groups_equal, steps_of
 
 from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
 
@@ -13,20 +12,6 @@ pytestmark = pytest.mark.timeout(240)
 
 
 TRAINED = "trained/{rollout_id}.safetensors"
-
-
-def steps_of(run):
-    return [m["step"] for m in run.metrics()]
-
-
-def assert_groups_equal(run, groups, at_least):
-    """Bitwise: parameters, optimizer tensors, LR, scheduler, history, at every common step."""
-    probes = [run.probe(g) for g in groups]
-    common = set.intersection(*(set(p) for p in probes))
-    assert len(common) >= at_least
-    for step in sorted(common):
-        for other in probes[1:]:
-            assert probes[0][step] == other[step], f"groups differ at step {step}"
 
 
 @pytest.fixture(scope="module")
@@ -97,45 +82,6 @@ def test_one_steps_gradient_does_not_depend_on_the_layout(two_groups, tmp_path, 
 
 def trained(run_folder, step):
     return load_train_dump(run_folder / TRAINED.format(rollout_id=step))
-
-
-@pytest.mark.row("G1")
-@pytest.mark.row("G3")
-def test_a_killed_group_does_not_halt_the_other_and_comes_back_equal(tmp_path):
-    with TrainerRun(tmp_path / "run", steps=400, groups=2) as run:
-        run.start_all()
-        run.wait_step(20)
-        run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "both groups")
-        survivor = run.processes["trainer-0"][0].pid
-        run.kill("trainer-1")
-        at = len(run.metrics())
-        run.wait_step(at + 20)
-        run.start("trainer-1")
-        run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "the group's return")
-        back = len(run.metrics())
-        run.wait_step(back + 10)
-        assert run.processes["trainer-0"][0].pid == survivor
-        assert run.processes["trainer-0"][0].poll() is None
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
-        assert any(e["name"] == "trainer-1" for e in run.events("heal"))
-        assert_groups_equal(run, (0, 1), at_least=20)
-
-
-@pytest.mark.row("G2")
-def test_below_min_replica_size_nothing_changes_until_a_group_returns(tmp_path):
-    keys = {"fault_tolerance__min_replica_size": 2, "fault_tolerance__join_timeout_ms": 200}
-    with TrainerRun(tmp_path / "run", steps=400, groups=2, **keys) as run:
-        run.start_all()
-        run.wait_step(5)
-        run.kill("trainer-1")
-        time.sleep(3)
-        at = len(run.metrics())
-        time.sleep(4)
-        assert len(run.metrics()) == at
-        run.start("trainer-1")
-        run.wait_step(at + 5)
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
-        assert_groups_equal(run, (0, 1), at_least=5)
 
 
 @pytest.mark.row("G8")

@@ -13,16 +13,30 @@ from pathlib import Path
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles.trainer import free_port
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.run_folder import RunFolder, write_atomic
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "trainer-test-token"
 
 
 class TrainerRun:
-    """One run folder with its processes. Use as a context manager."""
+    """One run folder with its processes. Use as a context manager.
 
-    def __init__(self, path: Path, *, steps: int, groups: int, ranks: int = 1, **keys) -> None:
+    `launched`: groups are started by the trainer role itself, so that the death of one rank ends
+    its group; else each rank is a probe (tests/fakes/trainer_probe.py).
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        steps: int,
+        groups: int,
+        ranks: int = 1,
+        launched: bool = False,
+        **keys,
+    ) -> None:
+        self.launched = launched
         self.run, self.steps, self.groups, self.ranks = RunFolder(path), steps, groups, ranks
         self.env = {
             **os.environ,
@@ -51,6 +65,7 @@ class TrainerRun:
         resolve([*flags, *(f"--{k}={str(v).lower()}" for k, v in values.items())]).write()
         make_tiny_model(self.run.model, 0)
         self.processes: dict[str, list[subprocess.Popen]] = {}
+        self._read: dict[Path, tuple[int, list[dict]]] = {}
 
     def __enter__(self) -> TrainerRun:
         return self
@@ -72,6 +87,10 @@ class TrainerRun:
         elif name == "lighthouse":
             self._spawn(name, [(["-m", "torchtitan_rl_ft", "run", "--role", "lighthouse"], {})])
             self.wait_for(lambda: self._alive("lighthouse"), "the lighthouse")
+        elif self.launched:
+            folder, group = str(self.run.path), name.removeprefix("trainer-")
+            role = ["-m", "torchtitan_rl_ft", "run", "--role", "trainer", "--run-folder", folder]
+            self._spawn(name, [([*role, "--fault_tolerance.replica_id", group], {})])
         else:
             group = name.removeprefix("trainer-")
             shared = {
@@ -114,6 +133,27 @@ class TrainerRun:
                 process.send_signal(signum)
             process.wait(timeout=30)
 
+    def order(
+        self, group: int, point: str, *, act: str, rank: int = 0, step: int = 0, **more
+    ) -> None:
+        """Have a rank do something to itself when it enters a phase (trainer_probe.py)."""
+        order = {"act": act, "point": point, "step": step, **more}
+        path = self.run.path / f"order-{group}.{rank}"
+        write_atomic(path, json.dumps(order).encode())
+
+    def kill_at(self, group: int, point: str, *, rank: int = 0, step: int = 0) -> float:
+        """SIGKILL of a rank as it enters a phase; its group's other ranks follow, as their
+        launcher would have it. Returns when it was, on the monotonic clock."""
+        name = f"trainer-{group}"
+        victim = self.processes[name][rank]
+        self.order(group, point, act="kill", rank=rank, step=step)
+        self.wait_for(lambda: victim.poll() is not None, f"{name} to enter {point}")
+        assert victim.returncode == -signal.SIGKILL, self.logs()
+        self.kill(name)
+        phases = [e for e in self.events("phase") if e["name"] == name]
+        assert rank or phases[-1]["phase"] == point
+        return phases[-1]["mono_s"]
+
     def wait_exit(self, name: str, timeout_s: float = 90) -> list[int]:
         return [p.wait(timeout=timeout_s) for p in self.processes[name]]
 
@@ -127,15 +167,28 @@ class TrainerRun:
         self.wait_for(lambda: len(self.metrics()) >= step, f"step {step}")
 
     def metrics(self) -> list[dict]:
-        return _lines(self.run.metrics)
+        self._read.pop(self.run.metrics, None)  # a ledger may write it anew
+        return self._lines(self.run.metrics)
 
     def events(self, kind: str) -> list[dict]:
-        return [e for e in _lines(self.run.events) if e["kind"] == kind]
+        return [e for e in self._lines(self.run.events) if e["kind"] == kind]
 
     def probe(self, group: int, rank: int = 0) -> dict[int, dict]:
         """What the group held after each step; the last life's word counts."""
-        lines = _lines(self.run.path / f"probe-{group}.{rank}.jsonl")
+        lines = self._lines(self.run.path / f"probe-{group}.{rank}.jsonl")
         return {line["step"]: line for line in lines}
+
+    def _lines(self, path: Path) -> list[dict]:
+        """All whole lines of a file that grows; what was read before is kept."""
+        offset, lines = self._read.get(path, (0, []))
+        if path.exists():
+            with open(path, "rb") as f:
+                f.seek(offset)
+                data = f.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            lines += [json.loads(line) for line in whole.splitlines()]
+            self._read[path] = (offset + len(whole), lines)
+        return lines
 
     def logs(self) -> str:
         tails = []
@@ -144,9 +197,18 @@ class TrainerRun:
         return "\n".join(tails)
 
 
-def _lines(path: Path) -> list[dict]:
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+def steps_of(run: TrainerRun) -> list[int]:
+    return [m["step"] for m in run.metrics()]
+
+
+def assert_groups_equal(
+    run: TrainerRun, groups: tuple[int, ...], at_least: int, rank: int = 0
+) -> None:
+    """Bitwise: parameters, optimizer tensors, LR, scheduler, step counter, history, at every
+    common step."""
+    probes = [run.probe(g, rank) for g in groups]
+    common = set.intersection(*(set(p) for p in probes))
+    assert len(common) >= at_least
+    for step in sorted(common):
+        for other in probes[1:]:
+            assert probes[0][step] == other[step], f"groups differ at step {step}"

@@ -390,7 +390,8 @@ class Ledger:
         if kind == PUBLISH:
             self.journal.add_published(int(result["version"]), state)
         elif kind == SAVE:
-            self.journal.add_checkpoint(CheckpointRef(state.step, state.token, result["path"]))
+            checkpoint = CheckpointRef(state.step, state.token, result["path"])
+            self.journal.add_checkpoint(checkpoint, saved_by=member.replica_id)
             self._free_covered()
         else:
             raise KeyError(f"no such duty: {kind}")

@@ -21,8 +21,8 @@ class Registry(Tables):
 
     # Checkpoints and published policies --------------------------------------------------
 
-    def add_checkpoint(self, checkpoint: CheckpointRef) -> None:
-        """A checkpoint is durable at its path."""
+    def add_checkpoint(self, checkpoint: CheckpointRef, saved_by: int | None = None) -> None:
+        """A checkpoint is durable at its path. `saved_by`: the replica id of its group."""
         with self._db.write() as db:
             added = db.execute(
                 "INSERT OR IGNORE INTO checkpoints (step, token, path, saved_wall_s)"
@@ -36,6 +36,7 @@ class Registry(Tables):
                 step=checkpoint.step,
                 path=checkpoint.path,
                 token=checkpoint.token,
+                saved_by=saved_by,
             )
         self._changed()
 

@@ -48,7 +48,7 @@ class Kind(StrEnum):
     LEND = "lend"  # phase: lend, return; an engine's place; cause; data: subject
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     MOVE = "move"  # a request left an engine unfinished; cause; data: request, samples, tokens kept
-    CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path
+    CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path, saved_by (group)
     RESTORE = "restore"  # a checkpoint was loaded; step; data: path, skipped
     DUMP = "dump"  # a sealed batch was dumped; step; data: path, samples, tokens, digest, reward
     EVAL = "eval"  # greedy evaluation; data: reward, prompts
