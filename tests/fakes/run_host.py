@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.journal.checkpoints import checker
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.records import SealedBatch
 from torchtitan_rl_ft.journal.service import routes
 from torchtitan_rl_ft.journal.store import Journal, NewGroup
 from torchtitan_rl_ft.observability.events import EventLog
+from torchtitan_rl_ft.roles.exits import exits_of
 from torchtitan_rl_ft.rpc.server import make_app, start
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -85,7 +87,12 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     events = EventLog(run.events, run=run.path.name, role="rollout", name="rollout")
     journal = Journal.open(run.journal, events=events)
     ledger = Ledger(
-        journal, events=events, metrics_path=run.metrics, why_incomplete=checker(run.path)
+        journal,
+        events=events,
+        metrics_path=run.metrics,
+        why_incomplete=checker(run.path),
+        last_step=steps,
+        exits=exits_of(Resolved.read(run.path)),
     )
     versions: dict[tuple[int, str], int] = {}
     counter = itertools.count(1)
@@ -101,15 +108,19 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     url, runner = await start(app)
     run.register("rollout", url)
     run.register("serving", url)
-    while journal.tip.step < steps:
+    while journal.tip.step < steps and ledger.outcome is None:
         if len(journal.plan) < min(steps, journal.tip.step + args.ahead):
             seal_one(journal, args)
         await asyncio.sleep(args.slow_s)
     last = journal.tip
-    while journal.version_of(last) is None:
+    while journal.version_of(last) is None and ledger.outcome is None:
         await asyncio.sleep(0.02)
-    ledger.set_outcome("done", f"{steps} steps")
-    await asyncio.sleep(5)
+    ledger.set_outcome("done", f"{steps} steps")  # the first outcome stays
+    if ledger.outcome is not None and ledger.outcome.kind == "requeue":
+        while any(m["alive"] for m in ledger.status()["members"]):
+            await asyncio.sleep(0.02)
+    else:
+        await asyncio.sleep(5)
     await runner.cleanup()
     journal.close()
 

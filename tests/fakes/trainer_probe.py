@@ -2,6 +2,7 @@
 
 The product knows nothing of it: the probe wraps the trainer from outside and appends to
 RUN/probe-<replica>.<rank>.jsonl, one line per step: step, token, digests, learning rates.
+PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much forward.
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
 "sleep", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself as it enters that
@@ -18,7 +19,13 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan_rl_ft.platform import torchtitan_cpu
+SKEW_S = float(os.environ.get("PROBE_CLOCK_SKEW_S", "0"))
+if SKEW_S:
+    right = {name: getattr(time, name) for name in ("time", "monotonic")}
+    time.time = lambda: right["time"]() + SKEW_S
+    time.monotonic = lambda: right["monotonic"]() + SKEW_S
+
+from torchtitan_rl_ft.platform import torchtitan_cpu  # noqa: E402
 
 torchtitan_cpu.install()
 

@@ -59,13 +59,20 @@ class TrainerRun:
             "rl.groups_per_step": 18,
             "rollout.max_prompt_tokens": 32,
             "checkpoint.interval": 1000,
-            **{k.replace("__", "."): v for k, v in keys.items()},
         }
-        flags = [f"--job.dump_folder={path}", "--fault_tolerance.enable"]
-        resolve([*flags, *(f"--{k}={str(v).lower()}" for k, v in values.items())]).write()
+        self._values = values
+        self.set(**keys)
         make_tiny_model(self.run.model, 0)
         self.processes: dict[str, list[subprocess.Popen]] = {}
         self._read: dict[Path, tuple[int, list[dict]]] = {}
+        self.rank_env: dict[int, dict[str, str]] = {}
+        """Environment of one rank of every group."""
+
+    def set(self, **keys) -> None:
+        """Change the run's configuration; the next processes see it."""
+        self._values |= {k.replace("__", "."): v for k, v in keys.items()}
+        flags = [f"--job.dump_folder={self.run.path}", "--fault_tolerance.enable"]
+        resolve([*flags, *(f"--{k}={str(v).lower()}" for k, v in self._values.items())]).write()
 
     def __enter__(self) -> TrainerRun:
         return self
@@ -100,7 +107,10 @@ class TrainerRun:
                 "MASTER_PORT": str(free_port()),
             }
             probe = [str(ROOT / "tests/fakes/trainer_probe.py")]
-            ranks = [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(self.ranks)]
+            ranks = [
+                {**shared, **self.rank_env.get(r, {}), "RANK": str(r), "LOCAL_RANK": str(r)}
+                for r in range(self.ranks)
+            ]
             self._spawn(name, [(probe, rank) for rank in ranks])
 
     def _alive(self, role: str) -> bool:

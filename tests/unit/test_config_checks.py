@@ -149,6 +149,21 @@ BROKEN = [
         "--recovery.exit_on_missing_checkpoint",
         ["recovery.exit_on_missing_checkpoint", "recovery.auto_continue_train = False"],
     ),
+    ("--recovery.exit_interval 0", ["recovery.exit_interval = 0", "none"]),
+    ("--recovery.exit_duration_in_mins -1", ["recovery.exit_duration_in_mins = -1.0"]),
+    ("--recovery.autoresume_interval 0", ["recovery.adlr_autoresume_interval = 0"]),
+    (
+        "--recovery.autoresume_file x",
+        ["recovery.autoresume_file = 'x'", "recovery.adlr_autoresume = False"],
+    ),
+    (
+        "--recovery.exit_signal_handler --checkpoint.load_only --rollout.no-journal",
+        ["recovery.exit_signal_handler = True", "checkpoint.load_only = True"],
+    ),
+    (
+        "--recovery.exit_interval 7 --rollout.debug_mode rollout_only",
+        ["recovery.exit_interval = 7", "rollout.debug_mode = 'rollout_only'"],
+    ),
     ("--recovery.max_numeric_refusals 0", ["recovery.max_numeric_refusals"]),
 ]
 

@@ -34,6 +34,11 @@ def parse(*argv: str) -> dict[str, object]:
         (["--hf_assets_path=x"], "model.hf_assets_path", "x"),
         (["--module", "m", "--config", "f"], "job.config", "f"),
         (["--debug.seed", "none"], "debug.seed", None),
+        (["--recovery.exit_interval", "null"], "recovery.exit_interval", None),
+        (["--recovery.autoresume"], "recovery.adlr_autoresume", True),
+        (["--recovery.no-autoresume"], "recovery.adlr_autoresume", False),
+        (["--recovery.no-adlr_autoresume"], "recovery.adlr_autoresume", False),
+        (["--recovery.autoresume-interval", "5"], "recovery.adlr_autoresume_interval", 5),
         (["--job.description", "a = b"], "job.description", "a = b"),
     ],
 )
@@ -83,3 +88,13 @@ def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as e:
         split_overrides(load_schema(), ["--rl.mod", "sync", "--rl.kl_coef", "x"])
     assert len(e.value.problems) == 2
+
+
+@pytest.mark.parametrize("second", ["--recovery.adlr_autoresume", "--recovery.no-adlr-autoresume"])
+def test_two_names_of_one_key_are_refused(second: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        parse("--recovery.autoresume", second)
+    assert "recovery.adlr_autoresume" in str(e.value) and "twice" in str(e.value)
+    assert parse("--recovery.autoresume", "--recovery.no-autoresume") == {
+        "recovery.adlr_autoresume": False
+    }

@@ -279,3 +279,24 @@ def test_a_run_folder_without_a_resolved_file(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "not_there"):
         with pytest.raises(ConfigError, match="json does not exist: start the job with `torchtit"):
             Resolved.read(folder)
+
+
+def test_a_second_name_of_a_key_counts_as_the_first_and_is_found_in_its_line(tmp_path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(
+        '[recovery]\nautoresume = true\nautoresume_interval = 5\nexit_interval = "none"'
+    )
+    resolved = resolve([f"--job.config_file={file}"])
+    assert resolved.sections.recovery.adlr_autoresume
+    assert resolved.sections.recovery.adlr_autoresume_interval == 5
+    assert resolved.sections.recovery.exit_interval is None
+    assert resolved.origins["recovery.adlr_autoresume_interval"] == f"{file}:3"
+    resolved = resolve([f"--job.config_file={file}", "--recovery.no-adlr_autoresume"])
+    assert not resolved.sections.recovery.adlr_autoresume
+
+
+def test_a_key_given_by_both_its_names_is_refused(tmp_path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("[recovery]\nautoresume = true\nadlr_autoresume = false")
+    with pytest.raises(ConfigError, match="given twice, as recovery.adlr_autoresume and"):
+        resolve([f"--job.config_file={file}"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.rules import (
+    exits,
     groups,
     journaling,
     learning,
@@ -45,6 +46,7 @@ RULES = (
     journaling.dump_files,
     journaling.debug_modes,
     service.recovery,
+    exits.exits,
     service.watching,
     service.chaos,
     service.secrets,

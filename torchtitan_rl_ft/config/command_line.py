@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl_ft.config.aliases import canonical, given_twice
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.retired import retired
 from torchtitan_rl_ft.config.schema import Key, Schema
@@ -38,6 +39,7 @@ def split_overrides(schema: Schema, argv: Sequence[str]) -> tuple[list[Override]
     found: list[Override] = []
     rest: list[str] = []
     problems: list[str] = []
+    names: dict[str, list[str]] = {}
     at = 0
     while at < len(argv):
         token = argv[at]
@@ -55,21 +57,31 @@ def split_overrides(schema: Schema, argv: Sequence[str]) -> tuple[list[Override]
             continue
         at += used
         found.append(Override(key.path, value))
+        names.setdefault(key.path, []).append(_normal(name).replace(".no_", ".", 1))
+    twice = (given_twice(path, spellings) for path, spellings in names.items())
+    problems += [f"command line: {message}" for message in twice if message]
     if problems:
         raise ConfigError(problems)
     return found, rest
 
 
 def _is_override(name: str) -> bool:
-    return name.startswith("--") and ("." in name or name[2:].replace("-", "_") in _ALIASES)
+    return name.startswith("--") and ("." in name or _normal(name) in _ALIASES)
+
+
+def _normal(name: str) -> str:
+    return name[2:].replace("-", "_")
 
 
 def _find(schema: Schema, name: str) -> tuple[Key, bool]:
     """The key of `--section.key` and whether it was negated. Raises ConfigError."""
-    path = name[2:].replace("-", "_")
+    path = _normal(name)
     path = _ALIASES.get(path, path)
     section, _, key = path.partition(".")
     section = _SECTION_ALIASES.get(section, section)
+    bare = key.removeprefix("no_")
+    if (first := canonical(f"{section}.{bare}")) != f"{section}.{bare}":
+        key = key.removesuffix(bare) + first.partition(".")[2]
     if message := retired(f"{section}.{key}"):
         raise ConfigError(message)
     known = schema.sections[section].keys if section in schema.sections else {}

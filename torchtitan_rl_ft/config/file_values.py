@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtitan_rl_ft.config.aliases import canonical, given_twice
 from torchtitan_rl_ft.config.errors import ConfigError, near_miss
 from torchtitan_rl_ft.config.retired import retired
 from torchtitan_rl_ft.config.schema import Schema, load_schema
@@ -45,13 +46,20 @@ def _section_values(
         return {}, [f"{place}: unknown section [{section}]{near_miss(section, schema.sections)}"]
     values: dict[str, Any] = {}
     problems: list[str] = []
+    names: dict[str, list[str]] = {}
     for key, value in table.items():
         path, place = f"{section}.{key}", file.place(section, key)
         if message := retired(path):
             problems.append(f"{place}: {message}")
             continue
+        path = canonical(path)
+        name = path.partition(".")[2]
+        names.setdefault(path, []).append(f"{section}.{key}")
+        if twice := given_twice(path, names[path]):
+            problems.append(f"{place}: {twice}")
+            continue
         try:
-            values[key] = schema.find(path).type.accept(value)
+            values[name] = schema.find(path).type.accept(value)
         except ConfigError as e:
             problems.append(f"{place}: {e}")
         except WrongValue as e:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.config.aliases import spelled
 from torchtitan_rl_ft.config.automatic import automatic_values
 from torchtitan_rl_ft.config.command_line import Override, split_overrides
 from torchtitan_rl_ft.config.errors import ConfigError
@@ -164,7 +165,8 @@ def resolve_overrides(
         for key, value in keys.items():
             assert file is not None
             values[section][key] = value
-            origins[f"{section}.{key}"] = file.place(section, key)
+            written = spelled(section, key, file.data[section])
+            origins[f"{section}.{key}"] = file.place(section, written)
     _put_overrides(values, origins, overrides)
     return _finished(values, origins)
 

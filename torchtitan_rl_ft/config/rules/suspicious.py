@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
+from torchtitan_rl_ft.config.rules.exits import cannot_go_on
 from torchtitan_rl_ft.config.rules.job import Job
 from torchtitan_rl_ft.config.rules.journaling import LOAD, SUBSAMPLE, idle_dumps
 from torchtitan_rl_ft.config.rules.routing import idle_keys
@@ -95,6 +96,8 @@ def suspicious(job: Job) -> list[str]:
         "checkpoint.interval",
         "training.steps",
     )
+    for stops, goes_on in cannot_go_on(job):
+        warn(True, "started again with this the job is refused: it would go on", stops, goes_on)
     chaos = job.resolved.sections.chaos
     warn(
         bool(chaos.faults) and not chaos.enable,
