@@ -25,6 +25,7 @@ from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, REPLICA_ENV, RUN_ENV, RunFo
 from torchtitan_rl_ft.trainer.addresses import RunNotUp, find_run, require_roles  # noqa: E402
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager  # noqa: E402
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec  # noqa: E402
+from torchtitan_rl_ft.trainer.optimizers import RLOptimizers  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
 
 
@@ -33,7 +34,7 @@ def base() -> RLFaultTolerantTrainer.Config:
     that `torchtitan check` shows what any machine will do (config/registry_values.json)."""
     return RLFaultTolerantTrainer.Config(
         metrics=MetricsProcessor.Config(log_freq=1),
-        optimizer=default_adamw(lr=1e-6),
+        optimizer=RLOptimizers.Config(param_groups=default_adamw(lr=1e-6).param_groups),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
         training=TrainingConfig(
             local_batch_size=8,

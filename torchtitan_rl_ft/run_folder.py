@@ -7,7 +7,7 @@ Layout (`job.dump_folder` is the run folder itself):
     metrics.jsonl          one object per committed step
     journal/               ledger and sealed batches (SQLite, WAL)
     scratch/               the journal of a debug mode, while it runs
-    checkpoint/            TorchTitan checkpoints, step-N/
+    checkpoint/            TorchTitan checkpoints, step-N-<token>/
     weights/               published policies, newest last
     model/                 the tiny model directory, when the job makes its own
     phases/                where each rank stands (see host/phase_file.py), and learned limits

@@ -15,7 +15,7 @@ import numpy as np
 from aiohttp import web
 
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.journal.checkpoints import checker
+from torchtitan_rl_ft.journal.checkpoints import checker, finder
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.records import SealedBatch
 from torchtitan_rl_ft.journal.service import routes
@@ -83,7 +83,7 @@ def seal_one(journal: Journal, args: argparse.Namespace) -> None:
 
 
 async def host(run: RunFolder, args: argparse.Namespace) -> None:
-    steps = args.steps
+    steps, resolved = args.steps, Resolved.read(run.path)
     events = EventLog(run.events, run=run.path.name, role="rollout", name="rollout")
     journal = Journal.open(run.journal, events=events)
     ledger = Ledger(
@@ -91,8 +91,10 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
         events=events,
         metrics_path=run.metrics,
         why_incomplete=checker(run.path),
+        find_checkpoints=finder(run.path / "checkpoint"),
+        keep_checkpoints=int(resolved.get("checkpoint.keep_latest_k")),
         last_step=steps,
-        exits=exits_of(Resolved.read(run.path)),
+        exits=exits_of(resolved),
     )
     versions: dict[tuple[int, str], int] = {}
     counter = itertools.count(1)

@@ -186,6 +186,7 @@ NOT_RESUMABLE = [
             ("model", "model", "does not continue"),
             ("lr_scheduler,optimizer", "lr_scheduler", "does not continue"),
             ("train_state", "train_state", "all random numbers follow from"),
+            ("rng", "rng", "would not go on"),
         )
     ),
 ]
@@ -215,9 +216,24 @@ def test_a_journal_needs_checkpoints_to_go_on_with(
 
 
 @pytest.mark.row("A5")
-def test_random_numbers_are_no_state_of_their_own(report: Reporter) -> None:
-    (problem,) = report("--checkpoint.exclude_from_loading", "rng_state").problems
-    assert "not 'rng_state'" in problem and "train_state" in problem
+def test_a_state_that_no_checkpoint_holds_is_refused_with_what_was_meant(report: Reporter) -> None:
+    (problem,) = report("--checkpoint.exclude_from_loading", "rngs").problems
+    assert "not 'rngs'" in problem and "did you mean 'rng'" in problem
+
+
+@pytest.mark.row("A5")
+def test_the_optimizer_is_left_out_of_checkpoints_only_where_it_has_no_state(
+    report: Reporter,
+) -> None:
+    flag = "--recovery.no-save_optimizer"
+    (problem,) = report(flag).problems
+    assert "recovery.save_optimizer = False" in problem and "keeps state" in problem
+    assert "optimizer.name = 'AdamW'" in problem or "optimizer.name = AdamW" in problem
+    assert report(flag, "--optimizer.name", "SGD").problems == []
+    group = '[{"pattern": ".*", "optimizer_name": "SGD", "optimizer_kwargs": {"lr": 0.1%s}}]'
+    assert report(flag, "--optimizer.param_groups", group % "").problems == []
+    moving = report(flag, "--optimizer.param_groups", group % ', "momentum": 0.9')
+    assert "keeps state" in moving.problems[0] and "optimizer.param_groups" in moving.problems[0]
 
 
 @pytest.mark.row("A5")

@@ -43,6 +43,7 @@ RULES = (
     service.session,
     service.health_times,
     journaling.resumable,
+    journaling.saved_optimizer,
     journaling.dump_files,
     journaling.debug_modes,
     service.recovery,

@@ -87,7 +87,8 @@ def trainer_config(resolved: Resolved, scratch: Path) -> Any:
 def _check_model(resolved: Resolved, config: Any) -> str:
     """Build the model on the meta device and match it with the sizes. Raises ConfigError."""
     import torch
-    from torchtitan.components.optimizer import OptimizersContainer
+
+    from torchtitan_rl_ft.trainer.optimizers import RLOptimizers
 
     model_config = config.model_spec.model
     pipeline = "parallelism.pipeline_parallel_degree"
@@ -104,9 +105,9 @@ def _check_model(resolved: Resolved, config: Any) -> str:
             f"({resolved.where('model.name')}, {resolved.where('model.flavor')})"
         ) from e
     try:
-        OptimizersContainer._build_param_groups(model, config.optimizer.param_groups, {})
+        RLOptimizers._build_param_groups(model, config.optimizer.param_groups, {})
         for group in config.optimizer.param_groups:
-            OptimizersContainer._resolve_optimizer_factory(group.optimizer_name)
+            RLOptimizers._resolve_optimizer_factory(group.optimizer_name)
     except (ValueError, NotImplementedError) as e:
         raise ConfigError(f"[optimizer] is refused: {e}") from None
     parameters = sum(p.numel() for p in model.parameters())

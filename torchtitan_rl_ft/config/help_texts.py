@@ -18,7 +18,7 @@ from torchtitan_rl_ft.config.schema import Section
 
 # TorchTitan 0.2 spelled the optimizer with these keys; 0.3 has parameter groups instead.
 _OWN_WORDS = {
-    "optimizer.name": "Optimizer: AdamW, Adam or DistMuon.",
+    "optimizer.name": "Optimizer: AdamW, Adam, DistMuon or SGD.",
     "optimizer.lr": "Learning rate.",
     "optimizer.beta1": "First momentum coefficient of Adam and AdamW.",
     "optimizer.beta2": "Second momentum coefficient of Adam and AdamW.",

@@ -157,9 +157,19 @@ class LedgerClient:
         answer = self._post("duty", kind=kind, **asdict(state))
         return answer["granted"], answer["reason"]
 
-    def duty_done(self, kind: str, state: State, result: dict[str, Any]) -> None:
-        """publish: result = {"version": v}; save: {"path": p}, once it is durable."""
-        self._post("duty_done", kind=kind, **asdict(state), result=result)
+    def duty_done(self, kind: str, state: State, result: dict[str, Any]) -> list[str]:
+        """publish: result = {"version": v}; save: {"path": p}, once it is durable. Returns paths
+        of checkpoints that are not needed any more."""
+        return self._post("duty_done", kind=kind, **asdict(state), result=result)["removable"]
+
+    def unusable(self, path: str, reason: str) -> None:
+        """The checkpoint at `path` is damaged: ask again for what to load."""
+        self._post("unusable", path=path, reason=reason)
+
+    def policy_version(self) -> int | None:
+        """The newest version that was announced."""
+        published = self.status()["published"]
+        return None if published is None else published["version"]
 
     def live(self, state: State, phase: str, deadline_s: float) -> None:
         self._post("live", deadline_s, **asdict(state), phase=phase)

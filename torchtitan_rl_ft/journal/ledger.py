@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_rl_ft.journal import protocol
+from torchtitan_rl_ft.journal.checkpoints import Found
 from torchtitan_rl_ft.journal.exits import LEFT, REQUEUE, Exits
 from torchtitan_rl_ft.journal.members import LIVE_TTL_S, Members, process_gone
 from torchtitan_rl_ft.journal.protocol import (
@@ -33,6 +35,7 @@ from torchtitan_rl_ft.journal.protocol import (
     Verdict,
 )
 from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Decision, Member
+from torchtitan_rl_ft.journal.retention import superfluous
 from torchtitan_rl_ft.journal.step_metrics import StepMetrics
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventSink, Kind
@@ -59,7 +62,8 @@ class Ledger:
         events: EventSink,
         metrics_path: Path,
         why_incomplete: Callable[[CheckpointRef], str | None],
-        find_checkpoints: Callable[[], Sequence[CheckpointRef]] = tuple,
+        find_checkpoints: Callable[[], Sequence[Found]] = tuple,
+        keep_checkpoints: int = 0,
         last_step: int | None = None,
         max_numeric_refusals: int = 3,
         at_numeric_limit: Literal["drop", "stop"] = "stop",
@@ -70,14 +74,16 @@ class Ledger:
         mono_s: Callable[[], float] = time.monotonic,
         gone: Callable[[Member], bool] = process_gone,
     ) -> None:
-        """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which ones
-        have a marker (see checkpoints.py); no step beyond `last_step` is begun. Without `publishes`
-        nobody serves policies, so nobody is asked to publish one. `exits`: when the job stops
-        early."""
+        """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which folders
+        there are (checkpoints.py), the newest `keep_checkpoints` of which stay (0: all); no step
+        beyond `last_step` is begun. Without `publishes` nobody serves policies, so nobody is asked
+        to publish one. `exits`: when the job stops early."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
         self._last_step = last_step
-        self._why_incomplete, self._find_checkpoints = why_incomplete, find_checkpoints
+        self._flaw, self._find_checkpoints = why_incomplete, find_checkpoints
+        self._keep_checkpoints = keep_checkpoints
+        self._unusable: dict[str, str] = {}  # path of a checkpoint -> why
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
         self._publishes = publishes
@@ -237,17 +243,51 @@ class Ledger:
         self.journal.forget_members(self._members.forget_dead())
         self.journal.add_member(member)
         self._members.holds(member, State(0, GENESIS), "starting")
-        return protocol.decide_attach(self.view(), member.uuid)
+        answer = protocol.decide_attach(self.view(), member.uuid)
+        if protocol.holders_after(self.view(), member.uuid, 0):
+            return answer  # it heals from a peer
+        return dataclasses.replace(answer, skipped=(*answer.skipped, *self._left_behind(answer)))
 
     def _find_unreported(self) -> None:
         """Take note of complete checkpoints whose notice was lost: their marker is the commit,
         the notice is not."""
-        known = set(self.journal.checkpoints)
-        for checkpoint in self._find_checkpoints():
-            on_chain = self.view().on_chain(State(checkpoint.step, checkpoint.token))
-            if on_chain and checkpoint not in known:
-                self.journal.add_checkpoint(checkpoint)
+        known = {State(c.step, c.token) for c in self.journal.checkpoints if self._present(c)}
+        for found in self._find_checkpoints():
+            if found.token is None or State(found.step, found.token) in known:
+                continue
+            if self.view().on_chain(State(found.step, found.token)):
+                ref = CheckpointRef(found.step, found.token, found.path)
+                self.journal.add_checkpoint(ref)
         self._free_covered()
+
+    def _present(self, checkpoint: CheckpointRef) -> bool:
+        return self._why_incomplete(checkpoint) is None
+
+    def _left_behind(self, answer: AttachAnswer) -> list[str]:
+        """Why folders that the journal does not know of are not what a new process loads."""
+        loaded = answer.checkpoint.step if answer.checkpoint else 0
+        known = {State(c.step, c.token) for c in self.journal.checkpoints}
+        return [
+            f"{found.path}: "
+            + (
+                protocol.SUPERSEDED.format(step=found.step)
+                if found.token is not None
+                else self._flaw(CheckpointRef(found.step, "", found.path))
+                or "its marker is of another format"
+            )
+            for found in self._find_checkpoints()
+            if found.step > loaded
+            and (found.token is None or State(found.step, found.token) not in known)
+        ]
+
+    def _why_incomplete(self, checkpoint: CheckpointRef) -> str | None:
+        return self._unusable.get(checkpoint.path) or self._flaw(checkpoint)
+
+    def unusable(self, member: Member, path: str, reason: str) -> None:
+        """A trainer found a checkpoint damaged while it loaded it: it is not offered again."""
+        if path not in self._unusable:
+            self._unusable[path] = reason
+            self._events.emit(Kind.WARN, cause=f"checkpoint {path}: {reason}", uuid=member.uuid)
 
     def next_now(self, step: int, uuid: str, token: str = "") -> dict[str, Any] | None:
         """The answer to `next` if there is one yet."""
@@ -385,25 +425,44 @@ class Ledger:
             self._leases[key] = Lease(member.uuid, now + self._lease_s)
         return granted, reason
 
-    def duty_done(self, member: Member, kind: str, state: State, result: dict[str, Any]) -> None:
-        """A duty's work is durable. Raises KeyError when `result` lacks what the kind needs."""
+    def duty_done(
+        self, member: Member, kind: str, state: State, result: dict[str, Any]
+    ) -> list[str]:
+        """A duty's work is durable. Returns paths of checkpoints that the caller may remove. Raises
+        KeyError when `result` lacks what the kind needs."""
+        removable: list[str] = []
         if kind == PUBLISH:
             self.journal.add_published(int(result["version"]), state)
         elif kind == SAVE:
             checkpoint = CheckpointRef(state.step, state.token, result["path"])
             self.journal.add_checkpoint(checkpoint, saved_by=member.replica_id)
-            self._free_covered()
+            removable = self._superfluous(state)
+            self._free_covered(removable)
         else:
             raise KeyError(f"no such duty: {kind}")
         key = self._key(kind, state)
         self.journal.finish_duty(kind, state, key[2], member.uuid)
         self._leases.pop(key, None)
+        return removable
 
-    def _free_covered(self) -> None:
-        """Free the batches that the *oldest* complete checkpoint of this history covers: a
-        newer one may turn out torn."""
-        view = self.view()
+    def _superfluous(self, saved: State) -> list[str]:
+        """Checkpoints that need not be kept, now that `saved` is durable."""
+        saving = {state for kind, state, _ in self._leases if kind == SAVE and state != saved}
+        return superfluous(
+            self._find_checkpoints(),
+            keep=self._keep_checkpoints,
+            on_chain=self.view().on_chain,
+            why_incomplete=self._why_incomplete,
+            being_saved=saving,
+        )
+
+    def _free_covered(self, but: Sequence[str] = ()) -> None:
+        """Free the batches that the *oldest* complete checkpoint of this history covers, those
+        `but` about to be removed aside: a newer one may turn out torn."""
+        view, gone = self.view(), {Path(path).name for path in but}
         for checkpoint in reversed(view.checkpoints):
+            if Path(checkpoint.path).name in gone:
+                continue
             on_chain = view.on_chain(State(checkpoint.step, checkpoint.token))
             if on_chain and self._why_incomplete(checkpoint) is None:
                 self.journal.free_through(checkpoint.step)

@@ -204,12 +204,15 @@ def donors(view: LedgerView, uuid: str) -> list[MemberView]:
     return [m for m in view.others(uuid) if donor(m)]
 
 
+SUPERSEDED = "step {step} of a superseded history"
+
+
 def newest_complete(view: LedgerView) -> tuple[CheckpointRef | None, list[str]]:
     """The newest checkpoint of this history that can be loaded, and why newer ones cannot."""
     skipped = []
     for checkpoint in view.checkpoints:
         if not view.on_chain(State(checkpoint.step, checkpoint.token)):
-            skipped.append(f"{checkpoint.path}: step {checkpoint.step} of a superseded history")
+            skipped.append(f"{checkpoint.path}: {SUPERSEDED.format(step=checkpoint.step)}")
         elif checkpoint.step < view.freed_through:
             skipped.append(f"{checkpoint.path}: the batches after step {checkpoint.step} are freed")
         elif why := view.why_incomplete(checkpoint):

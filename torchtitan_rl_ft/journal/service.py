@@ -31,6 +31,7 @@ def routes(ledger: Ledger) -> list[web.RouteDef]:
         "live": service.live,
         "refused": service.refused,
         "exit": service.exit,
+        "unusable": service.unusable,
     }
     return [
         *(web.post(f"/v1/ledger/{name}", service.handler(f)) for name, f in posts.items()),
@@ -130,7 +131,13 @@ class _Service:
         return {"granted": granted, "reason": reason}
 
     def duty_done(self, body: Answer) -> Answer:
-        self._ledger.duty_done(_member(body), body["kind"], _state(body), body["result"])
+        removable = self._ledger.duty_done(
+            _member(body), body["kind"], _state(body), body["result"]
+        )
+        return {"removable": removable}
+
+    def unusable(self, body: Answer) -> Answer:
+        self._ledger.unusable(_member(body), str(body["path"]), str(body["reason"]))
         return {}
 
     def live(self, body: Answer) -> Answer:

@@ -84,8 +84,9 @@ class ReplicaGroup(TorchFTManager):
     def maybe_set_all_reduce_hook(self, model_parts: list[torch.nn.Module]) -> None:
         """Gradients are summed after the last micro-batch instead (trainer/gradients.py)."""
 
-    def join(self, state: LiveState, token: str, step: int) -> None:
-        """Build the manager and announce this group. `step`: commits that its state holds."""
+    def join(self, state: LiveState, token: str, step: int, batches_committed: int) -> None:
+        """Build the manager and announce this group. `step`: commits that its state holds;
+        `batches_committed`: groups that took part in them, in sum."""
         if not self.enabled:
             return
         c = self.config
@@ -115,17 +116,21 @@ class ReplicaGroup(TorchFTManager):
         self._client = RendezvousClient(self._manager._client)
         self._manager._client = self._client  # type: ignore[assignment]
         self._manager.register_state_dict_fn(STATE_KEY, state.load_state_dict, state.state_dict)
-        self.set_step(step)
+        self.set_step(step, batches_committed)
+        logger.info("torchft: step %d, %d batches committed", step, batches_committed)
         logger.warning(
             "torchft's manager server (rank 0 of each group) listens on all interfaces and answers "
             "without credentials, kill calls included: keep its port behind a firewall"
         )
 
-    def set_step(self, step: int) -> None:
-        """Tell torchft how many commits this state holds; 0 makes the next quorum heal it."""
+    def set_step(self, step: int, batches_committed: int | None = None) -> None:
+        """Tell torchft how many commits this state holds; 0 makes the next quorum heal it. Its
+        count of batches stays as it is where none is given."""
         if self._manager is not None:
-            committed = self._manager.batches_committed()
-            self._manager.load_state_dict({"step": step, "batches_committed": committed})
+            if batches_committed is None:
+                batches_committed = self._manager.batches_committed()
+            state = {"step": step, "batches_committed": batches_committed}
+            self._manager.load_state_dict(state)
 
     def start_quorum(self) -> Quorum:
         """Wait for a quorum and, when behind, take a peer's state.

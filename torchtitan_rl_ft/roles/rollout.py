@@ -173,6 +173,7 @@ def _ledger(resolved: Resolved, folder: RunFolder, journal: Journal, events: Eve
         metrics_path=folder.metrics,
         why_incomplete=checker(folder.path),
         find_checkpoints=finder(folder.path / str(resolved.get("checkpoint.folder"))),
+        keep_checkpoints=int(resolved.get("checkpoint.keep_latest_k")),
         last_step=int(resolved.get("training.steps")),
         max_numeric_refusals=sections.recovery.max_numeric_refusals,
         publishes=debug_mode(sections.rollout) is not DebugMode.TRAIN_ONLY,

@@ -22,7 +22,9 @@ def main() -> int:
     torchtitan_cpu.install()
     import torchtitan.train
 
+    from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
+    from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
     from torchtitan_rl_ft.trainer.stepper import NumericStop
 
@@ -32,6 +34,9 @@ def main() -> int:
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
         return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
+    except (CheckpointUnusable, FoldersDiffer) as e:
+        print(f"torchtitan: error: {e}", file=sys.stderr)
+        return ExitCode.CONFIG
     except NumericStop as e:
         print(f"torchtitan: numeric stop: {e}", file=sys.stderr)
         return ExitCode.NUMERIC

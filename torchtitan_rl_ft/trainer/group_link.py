@@ -19,7 +19,8 @@ class GroupLink:
 
     def __init__(self) -> None:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.is_speaker = self._alone or dist.get_rank() == 0
+        self.rank = 0 if self._alone else dist.get_rank()
+        self.is_speaker = self.rank == 0
 
     def ask(self, call: Callable[[], T]) -> T:
         """`call()` of rank 0, on all ranks. What it raises on rank 0, it raises there;
@@ -44,13 +45,17 @@ class GroupLink:
         if self.is_speaker:
             call()
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank, on all ranks."""
+        if self._alone:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
     def all_agree(self, mine: bool) -> bool:
         """Whether every rank of the group says so."""
-        if self._alone:
-            return mine
-        votes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(votes, mine)
-        return all(votes)
+        return all(self.gather(mine))
 
     @staticmethod
     def _share(value: Any) -> Any:

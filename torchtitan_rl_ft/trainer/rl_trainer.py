@@ -7,7 +7,6 @@ One call of `train_step` is one committed step, however many attempts it takes
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -27,6 +26,7 @@ from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
 from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.journal.checkpoints import Marker
 from torchtitan_rl_ft.journal.client import LedgerClient, LiveBeats
 from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.protocol import CheckpointRef, State
@@ -39,9 +39,10 @@ from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
 from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
-from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
+from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
 from torchtitan_rl_ft.trainer.group_link import GroupLink
+from torchtitan_rl_ft.trainer.layout import group_layout, model_identity
 from torchtitan_rl_ft.trainer.lineage import Lineage
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
@@ -52,6 +53,7 @@ from torchtitan_rl_ft.trainer.presence import (
     this_member,
 )
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
+from torchtitan_rl_ft.trainer.random_state import RandomState, seed_all
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
@@ -112,9 +114,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.link = GroupLink()
         self.stepper = self._build_stepper()
         self._reference = self._build_reference() if config.rl.kl_coef > 0 else None
-        self.checkpointer.bind(self, saves_last=not config.recovery.disable_last_saving)
-        if self._outer is not None and self._outer.has_state:
-            self.checkpointer.states["outer_optimizer"] = self._outer
+        self._bind_checkpoints()
 
     # Set-up -----------------------------------------------------------------------------
 
@@ -149,6 +149,21 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.lineage,
             max_refusals=config.fault_tolerance.max_commit_retries,
             batch_wait_timeout_s=config.recovery.batch_wait_timeout_s,
+        )
+
+    def _bind_checkpoints(self) -> None:
+        config = self.config
+        self._layout = group_layout(config, self.parallel_dims)
+        self._model_identity = model_identity(config)
+        if not config.recovery.save_optimizer:
+            self.checkpointer.leave_out(OPTIMIZER)
+        if self._outer is not None and self._outer.has_state:
+            self.checkpointer.add_part("outer_optimizer", self._outer)
+        self.checkpointer.bind(
+            self,
+            self.link,
+            RandomState(self.link.rank, self.device),
+            saves_last=not config.recovery.disable_last_saving,
         )
 
     def _watch_signals(self, replica_id: int) -> None:
@@ -231,7 +246,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     def train(self) -> None:
         """Train until the ledger says stop. Raises SystemExit when the run has failed."""
         self.stepper.attach()
-        self.ft_manager.join(self.state, self._token, self.lineage.step)
+        lineage = self.lineage
+        self.ft_manager.join(self.state, self._token, lineage.step, lineage.batches_committed)
         self.link.tell(lambda: self._beats.start(self.lineage.state, self.clock.phase))
         try:
             super().train()
@@ -280,19 +296,19 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     # What the stepper does to the model (stepper.Model) ---------------------------------
 
     def restore(self, checkpoint: CheckpointRef | None) -> None:
-        """Raises FileNotFoundError; RuntimeError when the checkpoint is of another history."""
+        """Raises CheckpointDamaged, CheckpointUnusable, FileNotFoundError; RuntimeError when the
+        checkpoint is of another history."""
         if checkpoint is None:
             self._load_initial_weights()
             self.state.reset_optimizer()
             self.load_progress(Lineage().to_json())
         else:
-            self.checkpointer.restore(checkpoint.step)
+            self.checkpointer.restore(self.run_folder.path / checkpoint.path)
             if self.lineage.state != State(checkpoint.step, checkpoint.token):
                 raise RuntimeError(
                     f"checkpoint {checkpoint.path} holds {self.lineage.state}, the ledger "
                     f"expects step {checkpoint.step}, token {checkpoint.token}"
                 )
-            self.events.emit(Kind.RESTORE, step=checkpoint.step, path=checkpoint.path)
         self._write_learning_rates()
         self._follow_lineage()
 
@@ -300,7 +316,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         """From `checkpoint.initial_load_path` where it is set, else from the model directory,
         also with checkpoints switched off: all groups start from the same file."""
         if self.checkpointer.enable and self.config.checkpoint.initial_load_path:
-            self.checkpointer.restore(-1)
+            self.checkpointer.load_initial()
         else:
             load_hf_weights(self.model_parts, self._adapter, self.config.hf_assets_path)
 
@@ -313,13 +329,11 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def seed_step(self, inner_step: int = 0) -> None:
         """A retried or replayed step draws the same numbers, in whatever process."""
-        text = f"{self.config.debug.seed or 0}|{self.lineage.step}|{self._placement.rank}"
-        if inner_step:
-            text = f"{text}|{inner_step}"
-        torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
+        seed_all(self.config.debug.seed or 0, self.lineage.step, self._placement.rank, inner_step)
 
     def update(self) -> dict[str, float]:
         rates = self.lr_schedulers.get_metrics()
+        self.checkpointer.maybe_wait_for_staging()
         if self._window is not None:
             self._window.apply()
         else:
@@ -393,19 +407,43 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     # Saving (checkpoint.SaveDuty) -------------------------------------------------------
 
-    @property
-    def token(self) -> str:
-        return self.lineage.token
-
-    @property
-    def is_writer(self) -> bool:
-        return self.link.is_speaker
-
     def may_save(self, step: int) -> bool:
         return self.stepper.may_save()
 
-    def saved(self, step: int, token: str, path: str) -> None:
-        self.stepper.saved(State(step, token), path)
+    def marker(self) -> Marker:
+        at, tail = self.lineage, self.lineage.tail
+        return Marker(
+            step=at.step,
+            token=at.token,
+            model=self._model_identity,
+            batch=None if tail is None else {"id": tail.batch_id, "digest": tail.digest},
+            policy_version=self.stepper.policy_version,
+            torchft={"step": at.step, "batches_committed": at.batches_committed},
+            layout=self._layout,
+        )
+
+    def saved(self, marker: Marker, path: str) -> list[str]:
+        return self.stepper.saved(State(marker.step, marker.token), path)
+
+    def save_failed(self, step: int, reason: str) -> None:
+        cause = f"checkpoint of step {step} not written, the run goes on: {reason}"
+        logger.error("%s", cause)
+        self.events.emit(Kind.FAULT, cause=cause, step=step, subject="checkpoint")
+
+    def restored(self, marker: Marker, path: str, differs: list[str]) -> None:
+        random_numbers = "as saved"
+        if differs:
+            random_numbers = f"seeded anew for step {marker.step}: {', '.join(differs)} changed"
+            self.seed_step()
+        logger.info("restored %s; random numbers: %s", path, random_numbers)
+        self.events.emit(
+            Kind.RESTORE,
+            step=marker.step,
+            path=path,
+            random_numbers=random_numbers,
+            batch=marker.batch,
+            torchft=dict(marker.torchft),
+        )
 
     def close(self) -> None:
         if hasattr(self, "_beats"):

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from torchtitan_rl_ft.journal.checkpoints import CheckpointDamaged
 from torchtitan_rl_ft.journal.client import (
     BatchWaitTimeout,
     BeginAnswer,
@@ -67,7 +68,8 @@ class Model(Protocol):
     """What the protocol does to the model and its optimizer (the trainer)."""
 
     def restore(self, checkpoint: CheckpointRef | None) -> None:
-        """Load the checkpoint, or the initial weights when there is none."""
+        """Load the checkpoint, or the initial weights when there is none. Raises
+        CheckpointDamaged."""
 
     def seed_step(self) -> None:
         """Make the step's random numbers a function of run, step and rank."""
@@ -107,14 +109,32 @@ class Stepper:
         self._s, self._lineage = seams, lineage
         self._refusals = Refusals(max_refusals)
         self._batch_wait_timeout_s = batch_wait_timeout_s
+        self.policy_version: int | None = None
+        """The newest announced policy when this group was last told to save."""
 
     def attach(self) -> None:
         """Take the state that the ledger names for a new process."""
-        attach, _ = self._s.link.ask(self._s.ledger.attach)
-        for reason in attach.skipped:
-            logger.warning("checkpoint skipped: %s", reason)
-            self._s.events.emit(Kind.WARN, cause=f"checkpoint skipped: {reason}")
-        self._s.model.restore(attach.checkpoint)
+        told: set[str] = set()
+        while True:  # each damaged checkpoint is named once
+            attach, _ = self._s.link.ask(self._s.ledger.attach)
+            for reason in attach.skipped:
+                if reason not in told:
+                    logger.warning("checkpoint skipped: %s", reason)
+                    self._s.events.emit(Kind.WARN, cause=f"checkpoint skipped: {reason}")
+            told |= set(attach.skipped)
+            if self._restore(attach.checkpoint):
+                return
+
+    def _restore(self, checkpoint: CheckpointRef | None) -> bool:
+        """False: it is damaged, which the ledger knows from now on."""
+        try:
+            self._s.model.restore(checkpoint)
+        except CheckpointDamaged as e:
+            assert checkpoint is not None
+            path, why = checkpoint.path, str(e)
+            self._s.link.ask(lambda: self._s.ledger.unusable(path, why))
+            return False
+        return True
 
     def step(self) -> None:
         """Returns when one more step is committed.
@@ -134,13 +154,15 @@ class Stepper:
         self.enter("checkpoint")
         state = self._lineage.state
         granted, reason = self._s.link.ask(lambda: self._s.ledger.duty(SAVE, state))
-        if not granted:
+        if granted:
+            self.policy_version = self._s.link.ask(self._s.ledger.policy_version)
+        else:
             logger.info("not saving step %d: %s", state.step, reason)
         return granted
 
-    def saved(self, state: State, path: str) -> None:
-        """The checkpoint of `state` is durable."""
-        self._s.link.ask(lambda: self._s.ledger.duty_done(SAVE, state, {"path": path}))
+    def saved(self, state: State, path: str) -> list[str]:
+        """The checkpoint of `state` is durable. Returns checkpoints that may be removed."""
+        return self._s.link.ask(lambda: self._s.ledger.duty_done(SAVE, state, {"path": path}))
 
     # One attempt ------------------------------------------------------------------------
 
@@ -232,9 +254,8 @@ class Stepper:
             self._s.model.discard()
         if answer.decision is Decision.HEAL:
             self._s.group.set_step(0)
-        elif answer.decision is Decision.RESTORE:
-            self._s.model.restore(answer.checkpoint)
-            self._s.group.set_step(self._lineage.step)
+        elif answer.decision is Decision.RESTORE and self._restore(answer.checkpoint):
+            self._s.group.set_step(self._lineage.step, self._lineage.batches_committed)
         time.sleep(RETRY_DELAY_S)
 
     def _refuse(self, batch: SealedBatch, quorum: Quorum, result: Result) -> None:

@@ -14,8 +14,8 @@ from torchtitan_rl_ft.config.debug_mode import (
 from torchtitan_rl_ft.config.errors import near_miss
 from torchtitan_rl_ft.config.rules.job import Job
 
-CHECKPOINT_STATES = ("model", "optimizer", "lr_scheduler", "train_state", "dataloader")
-"""What a checkpoint of TorchTitan's trainer holds, by the names that can be excluded."""
+CHECKPOINT_STATES = ("model", "optimizer", "lr_scheduler", "train_state", "rng")
+"""What a checkpoint holds, by the names that can be excluded. The data cursor is the journal's."""
 
 SAVE, LOAD, TRAIN, SUBSAMPLE, MODE = (
     f"rollout.{key}"
@@ -27,6 +27,18 @@ SAVE, LOAD, TRAIN, SUBSAMPLE, MODE = (
         "debug_mode",
     )
 )
+
+
+def saved_optimizer(job: Job) -> Iterator[str]:
+    """A checkpoint without the optimizer's state is whole where there is none."""
+    if not job.resolved.sections.recovery.save_optimizer and not _stateless_optimizer(job):
+        groups = "optimizer.param_groups"
+        yield job.broken(
+            "this optimizer keeps state between steps, which checkpoints would lack (SGD without "
+            "momentum keeps none)",
+            "recovery.save_optimizer",
+            groups if job.resolved.get(groups) else "optimizer.name",
+        )
 
 
 def resumable(job: Job) -> Iterator[str]:
@@ -61,7 +73,10 @@ def resumable(job: Job) -> Iterator[str]:
             )
 
 
-_WHY = {"train_state": ": it holds the step, which all random numbers follow from"}
+_WHY = {
+    "train_state": ": it holds the step, which all random numbers follow from",
+    "rng": ": what is drawn between two steps would not go on",
+}
 
 
 def _stateless_optimizer(job: Job) -> bool:
