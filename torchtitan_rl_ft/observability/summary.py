@@ -10,6 +10,7 @@ from typing import Any
 from torchtitan_rl_ft.observability.ettr import Ettr, ettr, last_life
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
+from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
 FIRST_LAST_STEPS = 5
 """Steps over which the first and the last reward are averaged."""
@@ -34,6 +35,9 @@ class Summary:
     transport: str
     faults: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    saving: SaveAdvice | None = None
+    """Of all lives of the run."""
+
     dumps: list[str] = field(default_factory=list)
     """Files of rollout dumps, in the order of their steps."""
 
@@ -93,6 +97,7 @@ def summarise(
         transport=str(used[-1]) if used else transport,
         faults=dict(_faults(life)),
         dropped=sum(e.kind is Kind.DROP for e in life),
+        saving=save_advice(events),
         dumps=[dumps[step]["path"] for step in sorted(dumps)],
     )
 
@@ -141,6 +146,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("dropped", f"{summary.dropped} prompt groups or batches"),
         *([("dumps", _dumps_text(summary.dumps))] if summary.dumps else []),
         *_fault_rows(summary.faults),
+        *(_rows("saving", advice_lines(summary.saving)) if summary.saving is not None else []),
         ("run folder", run_folder),
     ]
     return lines + [f"{name:<11}{text}" for name, text in rows]
@@ -194,4 +200,9 @@ def _fault_rows(faults: Mapping[str, int]) -> list[tuple[str, str]]:
     more = len(lines) - MAX_FAULT_LINES
     if more > 0:
         lines[MAX_FAULT_LINES:] = [f"and {more} more, see events.jsonl"]
-    return [("faults" if i == 0 else "", line) for i, line in enumerate(lines or ["none"])]
+    return _rows("faults", lines or ["none"])
+
+
+def _rows(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """The label on the first line only."""
+    return [(label if i == 0 else "", line) for i, line in enumerate(lines)]
