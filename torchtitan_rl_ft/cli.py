@@ -108,6 +108,21 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_session_commands(commands, common)
 
+    report = commands.add_parser(
+        "report",
+        help="tell what a run came to, or prove its accounts",
+        description="Tell what the run in RUN came to so far: running, ended or crashed. With "
+        "--ledger, prove from its journal that each sample was trained exactly once in the history "
+        "that leads to the current parameters; the exit code is 1 when it was not.",
+        **common,
+    )
+    report.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run folder; without it as for `status`"
+    )
+    report.add_argument("--ledger", action="store_true", help="the accounts of the journal")
+    report.add_argument("--json", action="store_true", help="everything, as JSON")
+    report.set_defaults(command=_report)
+
     helping = commands.add_parser("help", help="explain the keys of a section")
     helping.add_argument("section", nargs="?", metavar="SECTION")
     helping.set_defaults(command=_help)
@@ -213,6 +228,26 @@ def _stop(args: argparse.Namespace, overrides: list[Override]) -> int:
                 "status` lists them"
             )
         return status.main_stop(target)
+
+
+def _report(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.journal.errors import JournalError
+    from torchtitan_rl_ft.roles import report
+
+    if args.run is not None:
+        folder = RunFolder(args.run)
+    elif overrides:
+        folder = resolve_overrides(overrides).run_folder
+    else:
+        folder = RunFolder(os.environ.get(RUN_ENV) or JobSection().dump_folder)
+    if not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is not a run folder: there is no such directory")
+    try:
+        tell = report.main_ledger if args.ledger else report.main_summary
+        return tell(folder, args.json)
+    except JournalError as e:
+        _say(f"error: {e}")
+        return ExitCode.FAILED
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from trainer_run import TrainerRun, assert_groups_equal, steps_of
 
+from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,6 +35,12 @@ def test_two_groups_train_each_batch_once_and_stay_bitwise_equal(two_groups):
     assert not run.events("refuse")
     versions = [e["version"] for e in run.events("publish")]
     assert versions == sorted(set(versions))
+    accounts = LedgerReport.of(run.run.journal)
+    assert accounts.audit.problems == []
+    samples = sum(c.samples for c in accounts.audit.history)
+    shares = accounts.shares
+    assert list(shares) == ["trainer-0", "trainer-1"] and samples > 100
+    assert all(steps == 12 and 0.4 * samples < n < samples for steps, n, _ in shares.values())
 
 
 def grad_norms(tmp_path, steps, groups, **keys):

@@ -8,8 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_rl_ft.journal.ledger import Ledger
-from torchtitan_rl_ft.journal.records import ARRAYS, CommitRecord, Member, SealedBatch, next_token
+from torchtitan_rl_ft.journal.records import (
+    ARRAYS,
+    CommitRecord,
+    Member,
+    SealedBatch,
+    Share,
+    next_token,
+)
 from torchtitan_rl_ft.journal.store import Journal, NewGroup, SealedInfo
+from torchtitan_rl_ft.journal.views import view
 from torchtitan_rl_ft.observability.events import EventList
 
 
@@ -56,13 +64,27 @@ def member(name: str, replica_id: int = 0) -> Member:
     return Member(replica_id, name, pid=1, start_time=0.0, host="elsewhere")
 
 
+def split(batch: SealedBatch, participants: int) -> tuple[Share, ...]:
+    """The shares that groups 0 to `participants` - 1 train of a batch."""
+    lengths = batch.lengths()
+    views = [view(lengths, r, participants) for r in range(participants)]
+    return tuple(Share(f"trainer-{r}", len(v), int(lengths[v].sum())) for r, v in enumerate(views))
+
+
 def record(journal: Journal, nonce: int = 1) -> CommitRecord:
     """The commit of the head batch by a state at the tip."""
     tip, head = journal.tip, journal.head()
     assert head is not None
     token = next_token(tip.token, head.digest, nonce)
     return CommitRecord(
-        tip.step + 1, head.batch_id, head.digest, tip.token, token, participants=2, quorum_id=7
+        tip.step + 1,
+        head.batch_id,
+        head.digest,
+        tip.token,
+        token,
+        participants=2,
+        quorum_id=7,
+        shares=split(journal.batch(head.batch_id), 2),
     )
 
 

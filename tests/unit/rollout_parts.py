@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from journal_cases import split
+
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.protocol import State
 from torchtitan_rl_ft.journal.records import CommitRecord, Member, SealedBatch, next_token
@@ -195,6 +197,7 @@ class Host:
             next_token(tip.token, head.digest, 7),
             1,
             1,
+            split(batch, 1),
         )
         self.ledger.committed(MEMBER, record, {})
         if publish:

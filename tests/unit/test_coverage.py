@@ -10,10 +10,11 @@ from torchtitan_rl_ft.trainer.coverage import Claim, CoverageError
 CLAIM = Claim(step=7, token="ab" * 16, digest="cd" * 32, n_samples=10)
 
 
-def vector(samples, claim=CLAIM, nonce=5, speaks=True, nonfinite=False, loss=0.5):
+def vector(samples, claim=CLAIM, rank=0, nonce=5, speaks=True, nonfinite=False, loss=0.5):
     return coverage.fill(
         claim,
         np.array(samples, dtype=np.int64),
+        rank=rank,
         nonce=nonce,
         speaks=speaks,
         nonfinite=nonfinite,
@@ -23,11 +24,12 @@ def vector(samples, claim=CLAIM, nonce=5, speaks=True, nonfinite=False, loss=0.5
 
 
 def test_every_sample_once_proves_the_step():
-    total = vector(range(4)) + vector(range(4, 10), nonce=6)
+    total = vector(range(4)) + vector(range(4, 10), rank=1, nonce=6)
     outcome = coverage.check(total, CLAIM, 2)
     assert outcome.groups == 2
     assert outcome.nonce == 11
     assert outcome.loss == 1.0
+    assert outcome.owners.tolist() == [0] * 4 + [1] * 6
     assert list(outcome.stats) == [0, 2, 4, 6, 8, 10]
 
 
@@ -45,7 +47,7 @@ def test_ranks_of_a_group_count_as_one_group():
     [
         (vector(range(9)), 1, "not trained exactly once"),
         (vector([*range(10), 3]), 1, "sample 3, 2 times"),
-        (vector(range(5)) + vector(range(6)), 2, "not trained exactly once"),
+        (vector(range(5)) + vector(range(6), rank=1), 2, "not trained exactly once"),
         (vector(range(10)), 2, "1 of 2 groups"),
         (
             vector(range(5)) + vector(range(5, 10), Claim(8, CLAIM.token, CLAIM.digest, 10)),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_cases import accept, issue, make_batch
+from journal_cases import accept, issue, make_batch, split
 
 from torchtitan_rl_ft.journal.audit import audit
 from torchtitan_rl_ft.journal.ledger import Ledger
@@ -24,6 +24,7 @@ from torchtitan_rl_ft.journal.records import (
     CommitRecord,
     Decision,
     Member,
+    SealedBatch,
     next_token,
 )
 from torchtitan_rl_ft.journal.store import Journal
@@ -96,6 +97,7 @@ class World:
     pids: set[int] = field(default_factory=set)
     saved: dict[str, Saved] = field(default_factory=dict)
     torn: set[str] = field(default_factory=set)
+    sealed: dict[int, SealedBatch] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.remote = self.rng.random() < 0.3  # processes elsewhere: only beats tell of life
@@ -164,7 +166,8 @@ class World:
             batch_id = self.journal.next_batch_id()
             if self.drops and self.chance(0.05):
                 self.poisoned.add(batch_id)
-            self.journal.seal(make_batch(have[:2]), have[:2])
+            self.sealed[batch_id] = make_batch(have[:2])
+            self.journal.seal(self.sealed[batch_id], have[:2])
 
     def ask(self, question: Callable[[], Any]) -> Any:
         """As the client does: repeat through lost requests and lost replies, within bounds."""
@@ -348,7 +351,14 @@ class World:
         prev = group.state
         token = next_token(prev.token, batch.digest, nonce)
         record = CommitRecord(
-            prev.step + 1, batch.batch_id, batch.digest, prev.token, token, participants, 1
+            prev.step + 1,
+            batch.batch_id,
+            batch.digest,
+            prev.token,
+            token,
+            participants,
+            1,
+            split(self.sealed[batch.batch_id], participants),
         )
         group.state, group.tail = State(record.step, token), record
         group.params.append(batch.batch_id)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from journal_cases import split
 from rollout_parts import MEMBER, TOKENIZER, Host, ScriptedServing
 from safetensors.numpy import load_file
 
@@ -334,9 +335,9 @@ class Trainers:
                     assert self.journal.sealed_ahead <= 2
                     trained.append(self.journal.batch(head.batch_id))
                     token = next_token(tip.token, head.digest, 7)
-                    record = CommitRecord(
-                        tip.step + 1, head.batch_id, head.digest, tip.token, token, 1, 1
-                    )
+                    ref = (head.batch_id, head.digest)
+                    whole = split(trained[-1], 1)
+                    record = CommitRecord(tip.step + 1, *ref, tip.token, token, 1, 1, whole)
                     assert self.ledger.committed(MEMBER, record, {})[2] == []
                     state = State(tip.step + 1, token)
                     assert self.ledger.next_now(state.step, MEMBER.uuid) != {

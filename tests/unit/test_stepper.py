@@ -22,7 +22,8 @@ from torchtitan_rl_ft.trainer.refusals import TooManyRefusals
 from torchtitan_rl_ft.trainer.stepper import HealFailed, NumericStop, RunStopped, Seams, Stepper
 
 REF = BatchRef(1, "cd" * 32)
-OUTCOME = Outcome(groups=2, nonce=11, nonfinite=0, loss=0.5, stats=np.ones(6))
+OWNERS = np.arange(len(SAMPLES)) % 2
+OUTCOME = Outcome(groups=2, nonce=11, nonfinite=0, loss=0.5, stats=np.ones(6), owners=OWNERS)
 COMMITTED = Result(True, "", False, OUTCOME, 0.25)
 REFUSED = Result(False, "a peer died", False, None, 0.25)
 NOT_FINITE = Result(False, "not finite", True, OUTCOME, float("nan"))

@@ -73,6 +73,7 @@ def test_the_proof_of_a_step_carries_every_sample_once_for_any_number_of_groups(
         total += coverage.fill(
             claim,
             samples,
+            rank=shard,
             nonce=1,
             speaks=True,
             nonfinite=False,

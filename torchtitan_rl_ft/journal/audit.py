@@ -2,21 +2,25 @@
 
 It reads what the tables hold and trusts none of the code that wrote them: each prompt group is in
 exactly one state, each sample is in one batch, the living history is steps 1..N once each with an
-unbroken chain of tokens, and superseded commits are still there.
+unbroken chain of tokens, the replica groups' shares of each step are the whole batch, and
+superseded commits are still there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import sqlite3
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl_ft.journal.database import FILE_NAME, sqlite_error
+from torchtitan_rl_ft.journal.database import FILE_NAME, check_format, check_pages, sqlite_error
 from torchtitan_rl_ft.journal.errors import JournalError
-from torchtitan_rl_ft.journal.records import GENESIS, BatchCorrupt, SealedBatch
+from torchtitan_rl_ft.journal.records import GENESIS, BatchCorrupt, SealedBatch, Share
 
 Rows = Callable[..., list[tuple[Any, ...]]]
 
@@ -27,12 +31,14 @@ class HistoryRow:
 
     step: int
     batch_id: int
+    digest: str
     token: str
     participants: int
     samples: int
     tokens: int
     reporter: str
     adopted: bool
+    shares: tuple[Share, ...]
 
 
 @dataclass
@@ -55,15 +61,29 @@ def audit(folder: Path) -> Audit:
 
     Raises JournalError when there is no journal or it cannot be read.
     """
+    with snapshot(folder) as rows:
+        return audit_rows(rows)
+
+
+@contextlib.contextmanager
+def snapshot(folder: Path) -> Generator[Rows]:
+    """A query function on one moment of the journal in `folder`, for reading alone.
+
+    Raises JournalError when there is no journal, or it is damaged or of another format.
+    """
     path = folder / FILE_NAME
     if not path.is_file():
-        raise JournalError(f"there is no journal in {folder}")
+        raise JournalError(
+            f"there is no journal in {folder}: no run with a journal has been started there"
+        )
     uri = f"file:{urllib.parse.quote(str(path.resolve()))}?mode=ro"
     try:
         db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
         try:
-            db.execute("BEGIN")  # one snapshot for all checks
-            return audit_rows(lambda sql, *values: db.execute(sql, values).fetchall())
+            db.execute("BEGIN")
+            check_format(db, str(path))
+            check_pages(db, str(path))
+            yield lambda sql, *values: db.execute(sql, values).fetchall()
         finally:
             db.close()
     except sqlite3.Error as e:
@@ -82,44 +102,70 @@ def audit_rows(rows: Rows) -> Audit:
 
 
 def _history(rows: Rows, found: Audit) -> None:
-    token = GENESIS
-    for *row, adopted, prev_token, digest, sealed_digest, state in rows(
-        "SELECT c.step, c.batch_id, c.token, c.participants, b.samples, b.tokens, c.reporter,"
-        " c.adopted, c.prev_token, c.digest, b.digest, b.state FROM commits c"
+    token, last_id = GENESIS, 0
+    for *row, adopted, shares, commit_id, prev_token, sealed_digest, state in rows(
+        "SELECT c.step, c.batch_id, c.digest, c.token, c.participants, b.samples, b.tokens,"
+        " c.reporter, c.adopted, c.shares, c.id, c.prev_token, b.digest, b.state FROM commits c"
         " LEFT JOIN batches b ON b.id = c.batch_id WHERE c.superseded_by IS NULL"
         " ORDER BY c.step, c.id"
     ):
-        commit = HistoryRow(*row, adopted=bool(adopted))
+        told = tuple(Share(*share) for share in json.loads(shares))
+        commit = HistoryRow(*row, adopted=bool(adopted), shares=told)
         where = f"commit of step {commit.step}"
         if commit.step != len(found.history) + 1:
             found.problems.append(f"{where}: step {len(found.history) + 1} was to come")
         if prev_token != token:
             found.problems.append(f"{where}: its previous token is not the one before")
-        if digest != sealed_digest or state != "sealed":
+        if commit_id <= last_id:
+            found.problems.append(f"{where}: it was committed before the step ahead of it")
+        if commit.digest != sealed_digest or state != "sealed":
             found.problems.append(f"{where}: batch {commit.batch_id} is not as it was sealed")
-        token = commit.token
+        if why := _wrong_shares(commit):
+            found.problems.append(f"{where}: {why}")
+        token, last_id = commit.token, commit_id
         found.history.append(commit)
     trained = [c.batch_id for c in found.history]
     if len(set(trained)) != len(trained):
         found.problems.append("a batch is committed twice in the living history")
 
 
+def _wrong_shares(commit: HistoryRow) -> str | None:
+    """Why the groups' shares are not the whole batch, or None."""
+    names = {share.group for share in commit.shares}
+    if len(names) != len(commit.shares) or len(names) != commit.participants:
+        return f"{len(names)} groups have a share, {commit.participants} took part"
+    trained = (sum(s.samples for s in commit.shares), sum(s.tokens for s in commit.shares))
+    if trained != (commit.samples, commit.tokens):
+        return (
+            f"{trained[0]} samples of {trained[1]} tokens were trained, its batch has "
+            f"{commit.samples} of {commit.tokens}"
+        )
+    return None
+
+
 def _superseded(rows: Rows, found: Audit) -> None:
-    for step, to_step in rows(
-        "SELECT c.step, r.to_step FROM commits c LEFT JOIN rewinds r ON r.id = c.superseded_by"
-        " WHERE c.superseded_by IS NOT NULL"
-    ):
-        found.superseded += 1
-        if to_step is None or to_step >= step:
-            found.problems.append(f"superseded commit of step {step}: no rewind accounts for it")
-    for from_step, to_step, n in rows(
-        "SELECT from_step, to_step, (SELECT count(*) FROM commits WHERE superseded_by = r.id)"
-        " FROM rewinds r"
-    ):
-        if n != from_step - to_step:
+    """Each rewind still has the commits that it superseded: an unbroken chain from the state it
+    went back to."""
+    (orphans,) = rows(
+        "SELECT count(*) FROM commits WHERE superseded_by IS NOT NULL"
+        " AND superseded_by NOT IN (SELECT id FROM rewinds)"
+    )[0]
+    if orphans:
+        found.problems.append(f"{orphans} superseded commits: no rewind accounts for them")
+    for rewind_id, from_step, to_step in rows("SELECT id, from_step, to_step FROM rewinds"):
+        chain = rows(
+            "SELECT step, prev_token, token FROM commits WHERE superseded_by = ? ORDER BY id",
+            rewind_id,
+        )
+        found.superseded += len(chain)
+        where = f"rewind from step {from_step} to {to_step}"
+        if [step for step, _, _ in chain] != list(range(to_step + 1, from_step + 1)):
             found.problems.append(
-                f"rewind from step {from_step} to {to_step}: {n} superseded commits are left"
+                f"{where}: the superseded commits that are left are those of steps "
+                f"{[step for step, _, _ in chain]}"
             )
+        elif any(a[2] != b[1] for a, b in itertools.pairwise(chain)):
+            found.problems.append(f"{where}: the chain of superseded commits is broken")
 
 
 def _plan(rows: Rows, found: Audit) -> None:

@@ -18,7 +18,7 @@ from torchtitan_rl_ft.journal.errors import (
 from torchtitan_rl_ft.run_folder import fsync_dir
 
 FILE_NAME = "journal.sqlite"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x54544A31  # "TTJ1", so that another program's database is not taken for ours
 
 SCHEMA = """
@@ -81,6 +81,7 @@ CREATE TABLE commits (
     token TEXT NOT NULL,
     participants INTEGER NOT NULL,
     quorum_id INTEGER NOT NULL,
+    shares TEXT NOT NULL,             -- JSON: [group, samples, tokens] of each participant
     reporter TEXT NOT NULL,
     adopted INTEGER NOT NULL,         -- 1: the report was lost, the state's own tail told it
     metrics TEXT,                     -- the first report's, NULL while none has come
@@ -170,28 +171,20 @@ class Database:
         """Create the tables unless they are there: one transaction, so never half of them."""
         self._db.execute("BEGIN IMMEDIATE")
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        application = self._db.execute("PRAGMA application_id").fetchone()[0]
         tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if version == 0 and tables == 0:
             for statement in SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        elif application != APPLICATION_ID:
-            raise JournalCorrupt(f"{self.where} is another program's database: move it away")
-        elif version != SCHEMA_VERSION:
-            raise JournalCorrupt(
-                f"{self.where} has journal format {version}, this package reads "
-                f"{SCHEMA_VERSION}: use the package version that wrote it"
-            )
+        else:
+            check_format(self._db, self.where)
         self._db.execute("COMMIT")
 
     def _check_pages(self, path: Path, limit_bytes: int) -> None:
         if path.stat().st_size > limit_bytes:
             return
-        found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if found != "ok":
-            raise JournalCorrupt(f"{self.where} is damaged ({found}): {_MEND}")
+        check_pages(self._db, self.where)
 
     def take_over(self) -> int:
         """Become the writer: later writes of any earlier owner are refused. Returns the
@@ -256,6 +249,26 @@ class Database:
 
 
 _MEND = "restore it from a copy, or move it away and start the run afresh"
+
+
+def check_format(db: sqlite3.Connection, where: str) -> None:
+    """Raises JournalCorrupt unless the database is a journal in this package's format."""
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if application != APPLICATION_ID:
+        raise JournalCorrupt(f"{where} is another program's database: move it away")
+    if version != SCHEMA_VERSION:
+        raise JournalCorrupt(
+            f"{where} has journal format {version}, this package reads {SCHEMA_VERSION}: use the "
+            "package version that wrote it"
+        )
+
+
+def check_pages(db: sqlite3.Connection, where: str) -> None:
+    """Look at all pages. Raises JournalCorrupt."""
+    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if found != "ok":
+        raise JournalCorrupt(f"{where} is damaged ({found}): {_MEND}")
 
 
 def sqlite_error(e: sqlite3.Error, doing: str, where: str) -> JournalError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from torchtitan_rl_ft.journal.database import Database
 from torchtitan_rl_ft.journal.errors import JournalCorrupt, JournalStateError
 from torchtitan_rl_ft.journal.protocol import BatchRef, State
-from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord
+from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Share
 from torchtitan_rl_ft.journal.registry import Registry
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 
@@ -101,10 +100,17 @@ class History(Registry):
             with self._db.write() as db:
                 commit_id = db.execute(
                     "INSERT INTO commits (step, batch_id, digest, prev_token, token,"
-                    " participants, quorum_id, reporter, adopted, metrics, committed_wall_s)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    " participants, quorum_id, shares, reporter, adopted, metrics,"
+                    " committed_wall_s) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (
-                        *dataclasses.astuple(record),
+                        record.step,
+                        record.batch_id,
+                        record.digest,
+                        record.prev_token,
+                        record.token,
+                        record.participants,
+                        record.quorum_id,
+                        json.dumps(record.shares),
                         reporter,
                         int(adopted),
                         None if metrics is None else json.dumps(dict(metrics)),
@@ -121,6 +127,7 @@ class History(Registry):
             token=record.token,
             participants=record.participants,
             quorum_id=record.quorum_id,
+            shares=record.shares,
             reporter=reporter,
         )
         self._changed()
@@ -182,17 +189,18 @@ class History(Registry):
         """All commits with a later id, superseded ones too, in the order they came."""
         rows = self._db.all(
             "SELECT id, step, batch_id, digest, prev_token, token, participants, quorum_id,"
-            " reporter, adopted, metrics, superseded_by FROM commits WHERE id > ? ORDER BY id",
+            " shares, reporter, adopted, metrics, superseded_by FROM commits WHERE id > ?"
+            " ORDER BY id",
             commit_id,
         )
         return [
             Commit(
                 row[0],
-                CommitRecord(*row[1:8]),
-                row[8],
-                bool(row[9]),
-                None if row[10] is None else json.loads(row[10]),
-                row[11] is not None,
+                CommitRecord(*row[1:8], shares=read_shares(row[8])),
+                row[9],
+                bool(row[10]),
+                None if row[11] is None else json.loads(row[11]),
+                row[12] is not None,
             )
             for row in rows
         ]
@@ -219,3 +227,8 @@ class History(Registry):
             self._freed_through = step
             self._db.reclaim()
         return freed
+
+
+def read_shares(text: str) -> tuple[Share, ...]:
+    """From a row of the commit history."""
+    return tuple(Share(*share) for share in json.loads(text))

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors.numpy import load, save
@@ -106,6 +106,14 @@ class Member:
         return cls(**{k: data[k] for k in cls.__dataclass_fields__})
 
 
+class Share(NamedTuple):
+    """What one replica group trained of a step's batch, as the coverage proof has it."""
+
+    group: str  # the trainer's name, "trainer-1"
+    samples: int
+    tokens: int
+
+
 @dataclass(frozen=True)
 class CommitRecord:
     """One committed step. `step` counts commits from 1; the state before has `prev_token`."""
@@ -117,13 +125,15 @@ class CommitRecord:
     token: str
     participants: int
     quorum_id: int
+    shares: tuple[Share, ...] = ()  # in the order of the groups' ranks in the quorum
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> CommitRecord:
-        return cls(**{k: data[k] for k in cls.__dataclass_fields__})
+        fields = {k: data[k] for k in cls.__dataclass_fields__ if k != "shares"}
+        return cls(**fields, shares=tuple(Share(*s) for s in data.get("shares", ())))
 
 
 class Decision(StrEnum):

@@ -40,7 +40,7 @@ class Kind(StrEnum):
     HEAL = "heal"  # state was fetched from a peer; data: from_step
     BEGIN = "begin"  # the ledger's answer to begin; cause; data: decision
     REFUSE = "refuse"  # a commit was refused; cause
-    COMMIT = "commit"  # step; data: batch, token, participants, reporter
+    COMMIT = "commit"  # step; data: batch, token, participants, shares, reporter
     CONFIRM = "confirm"  # another group reported the same commit
     SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step
     PUBLISH = "publish"  # a policy version was announced; version, step

@@ -23,6 +23,19 @@ from torchtitan_rl_ft.run_folder import LIGHTHOUSE_ENV
 logger = logging.getLogger(__name__)
 
 STATE_KEY = "rl"
+REPLICA_PREFIX = "torchtitan_ft_"
+
+
+def replica_name(replica_id: int) -> str:
+    """A group's name in torchft; it adds ":" and a random id of the process."""
+    return f"{REPLICA_PREFIX}{replica_id:05d}"
+
+
+def trainer_name(member: str) -> str:
+    """The name in the run (`trainer-1`) of a member of a quorum."""
+    name = member.split(":")[0]
+    number = name.removeprefix(REPLICA_PREFIX)
+    return f"trainer-{int(number)}" if number.isdigit() else name
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class ReplicaGroup(TorchFTManager):
             state_dict=None,
             use_async_quorum=False,
             # Replica ids sort as strings.
-            replica_id=f"torchtitan_ft_{c.replica_id:05d}",
+            replica_id=replica_name(c.replica_id),
             timeout=timeout,
             quorum_timeout=timedelta(seconds=c.quorum_timeout_s),
             connect_timeout=timedelta(seconds=c.connect_timeout_s),
@@ -138,7 +151,8 @@ class ReplicaGroup(TorchFTManager):
         Raises RuntimeError or TimeoutError when no quorum forms within the limits.
         """
         if self._manager is None:
-            return Quorum(participants=1, rank=0, quorum_id=0)
+            alone = [replica_name(self.config.replica_id)]
+            return Quorum(participants=1, rank=0, quorum_id=0, members=alone)
         self._manager.start_quorum(allow_heal=True)
         assert self._client is not None and self._client.latest is not None
         latest = self._client.latest

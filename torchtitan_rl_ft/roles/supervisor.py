@@ -17,27 +17,25 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_rl_ft.config import start_state
-from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.observability.console import ProgressConsole
-from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
-from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
-from torchtitan_rl_ft.observability.summary import Summary, render, summarise
+from torchtitan_rl_ft.observability.summary import Summary, render
 from torchtitan_rl_ft.roles import exits, job, watcher
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
+from torchtitan_rl_ft.roles.report import SUPERVISOR as NAME
+from torchtitan_rl_ft.roles.report import summary_of
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 
 logger = logging.getLogger(__name__)
-
-NAME = "supervisor"
 
 
 def main(resolved: Resolved) -> int:
@@ -139,16 +137,7 @@ async def _show(console: ProgressConsole, events: EventLog) -> None:
 
 def _report(resolved: Resolved, outcome: Outcome) -> None:
     folder = resolved.run_folder
-    mode = debug_mode(resolved.sections.rollout)
-    trained = mode is not DebugMode.ROLLOUT_ONLY
-    published = mode is not DebugMode.TRAIN_ONLY
-    summary = summarise(
-        list(read_events(folder.events)),
-        read_jsonl(folder.metrics) if trained else [],  # those of an earlier job of the folder
-        outcome=f"{outcome.cause} (exit code {outcome.exit_code:d})",
-        total_steps=resolved.get("training.steps"),
-        transport=resolved.sections.rollout.weight_transport if published else "",
-    )
+    summary = summary_of(resolved, f"{outcome.cause} (exit code {outcome.exit_code:d})")
     if summary.steps or outcome.exit_code == ExitCode.DONE:
         with while_read():
             for line in render(summary, str(folder.path)):

@@ -97,6 +97,7 @@ class Attempt:
         vector = coverage.fill(
             work.claim,
             samples,
+            rank=work.quorum.rank or 0,
             nonce=work.nonce,
             speaks=self._placement.speaks,
             nonfinite=not finite,

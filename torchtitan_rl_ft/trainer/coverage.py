@@ -19,6 +19,7 @@ from torchtitan_rl_ft.trainer.policy_loss import Stat
 
 HASH_BITS = 40  # 40-bit hashes of up to 8192 groups sum exactly in float64
 NONCE_BITS = 32
+OWNER = 1 << 20  # a sample's slot sums up (1 + OWNER * rank of the group) of all that trained it
 
 
 class Slot(IntEnum):
@@ -62,6 +63,7 @@ class Outcome:
     nonfinite: int
     loss: float
     stats: np.ndarray  # [len(Stat)] sums over all trained tokens
+    owners: np.ndarray  # [n_samples] rank in the quorum of the group that trained the sample
     recorded: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [n_recorded]
 
 
@@ -86,6 +88,7 @@ def fill(
     claim: Claim,
     samples: np.ndarray,
     *,
+    rank: int,
     nonce: int,
     speaks: bool,
     nonfinite: bool,
@@ -95,7 +98,8 @@ def fill(
 ) -> torch.Tensor:
     """This rank's vector, float64 [HEAD + n_samples + n_recorded].
 
-    `speaks`: exactly one rank of the group carries the group's own slots.
+    `rank` is the group's in the quorum. `speaks`: exactly one rank of the group carries the
+    group's own slots.
     """
     vector = np.zeros(HEAD + claim.n_samples + claim.n_recorded)
     if speaks:
@@ -106,7 +110,7 @@ def fill(
     if stats is not None:
         numbers = stats.cpu().numpy()
         vector[len(Slot) : HEAD] = np.where(np.isfinite(numbers), numbers, 0.0)
-    np.add.at(vector, HEAD + samples, 1)
+    np.add.at(vector, HEAD + samples, 1 + OWNER * rank)
     if recorded is not None:
         vector[HEAD + claim.n_samples :] = recorded
     return torch.from_numpy(vector)
@@ -148,7 +152,7 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
     step and batch trained every sample exactly once."""
     v = total.cpu().numpy()
     require_one_state(v, claim, participants)
-    counts = v[HEAD : HEAD + claim.n_samples]
+    counts, owners = v[HEAD : HEAD + claim.n_samples] % OWNER, v[HEAD : HEAD + claim.n_samples]
     if not np.all(counts == 1):
         wrong = np.flatnonzero(counts != 1)
         raise CoverageError(
@@ -161,5 +165,6 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
         nonfinite=int(v[Slot.NONFINITE]),
         loss=float(v[Slot.LOSS]),
         stats=v[len(Slot) : HEAD].copy(),
+        owners=owners.astype(np.int64) // OWNER,
         recorded=v[HEAD + claim.n_samples :].copy(),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl_ft.journal.protocol import State
-from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, next_token
+from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Share, next_token
 
 
 @dataclass
@@ -27,7 +27,14 @@ class Lineage:
         return State(self.step, self.token)
 
     def next_record(
-        self, batch_id: int, digest: str, nonce: int, *, participants: int, quorum_id: int
+        self,
+        batch_id: int,
+        digest: str,
+        nonce: int,
+        *,
+        participants: int,
+        quorum_id: int,
+        shares: tuple[Share, ...],
     ) -> CommitRecord:
         """The record of a commit on top of this state."""
         return CommitRecord(
@@ -38,6 +45,7 @@ class Lineage:
             token=next_token(self.token, digest, nonce),
             participants=participants,
             quorum_id=quorum_id,
+            shares=shares,
         )
 
     def advance(self, record: CommitRecord, tokens: int) -> None:

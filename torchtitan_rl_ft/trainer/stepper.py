@@ -38,6 +38,7 @@ from torchtitan_rl_ft.trainer.lineage import Lineage
 from torchtitan_rl_ft.trainer.presence import PhaseClock
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.refusals import Refusals
+from torchtitan_rl_ft.trainer.shares import shares
 from torchtitan_rl_ft.trainer.step_metrics import step_metrics
 from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 
@@ -287,6 +288,7 @@ class Stepper:
             result.outcome.nonce,
             participants=quorum.participants,
             quorum_id=quorum.quorum_id,
+            shares=shares(quorum, result.outcome.owners, batch.lengths()),
         )
         self._lineage.advance(record, batch.n_tokens)
         metrics = step_metrics(result.outcome, result.grad_norm, rates, self._s.clock.restart())

@@ -248,6 +248,7 @@ class WindowAttempt(Attempt):
         vector = coverage.fill(
             claim,
             np.flatnonzero(tally.done) if self._placement.speaks else np.zeros(0, dtype=np.int64),
+            rank=rank,
             nonce=work.nonce,
             speaks=self._placement.speaks,
             nonfinite=bool(flaw),

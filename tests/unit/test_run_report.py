@@ -1,0 +1,65 @@
+"""`torchtitan report RUN`: what a run came to: one that runs, has ended, or was killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from config_jobs import GOOD, job
+
+from torchtitan_rl_ft import cli
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run folder whose job was killed after two of 100 steps."""
+    resolved = job(tmp_path, GOOD, "--job.dump_folder", str(tmp_path / "run"))
+    resolved.write()
+    folder = resolved.run_folder
+    events = EventLog(folder.events, run="run", role="supervisor", name="supervisor")
+    events.emit(Kind.RUN, phase="start")
+    for step in (1, 2):
+        events.emit(Kind.COMMIT, step=step)
+    events.close()
+    rows = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.75}]
+    folder.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return folder
+
+
+def report(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert cli.main(["report", *argv]) == ExitCode.DONE
+    return capsys.readouterr().out
+
+
+def test_a_crashed_run(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    out = report(capsys, str(run.path))
+    assert "outcome    ended without a word: its supervisor was killed" in out
+    assert "steps      2 of 100" in out
+    assert "reward     0.500 -> 0.500" in out
+    assert not (run.path / "journal").exists()  # reading makes nothing
+
+
+def test_a_running_and_an_ended_one(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.register("supervisor", "")
+    assert json.loads(report(capsys, str(run.path), "--json"))["outcome"] == "running"
+    run.unregister("supervisor")
+    events = EventLog(run.events, run="run", role="supervisor", name="supervisor")
+    events.emit(Kind.RUN, phase="end", cause="complete", exit_code=0)
+    events.close()
+    found = json.loads(report(capsys, "--json", str(run.path)))
+    assert found["outcome"] == "complete (exit code 0)"
+    assert (found["steps"], found["first_reward"], found["rewards"]) == (2, 0.5, [0.25, 0.75])
+
+
+def test_a_job_that_never_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job(tmp_path, GOOD, "--job.dump_folder", str(tmp_path / "run")).write()
+    assert "outcome    never started" in report(capsys, str(tmp_path / "run"))
+
+
+def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == ExitCode.CONFIG
+    assert "config.resolved.json does not exist: start the job" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""What `torchtitan report` tells of a run, running or ended, from the files of its folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
+from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.unread_output import while_read
+from torchtitan_rl_ft.journal.ledger_report import LedgerReport
+from torchtitan_rl_ft.observability.events import Event, Kind, read_events
+from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.summary import Summary, render, summarise
+from torchtitan_rl_ft.run_folder import RunFolder
+
+SUPERVISOR = "supervisor"
+
+
+def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
+    """What the run came to so far. `outcome`: None takes it from the run's own events."""
+    folder = resolved.run_folder
+    mode = debug_mode(resolved.sections.rollout)
+    events = list(read_events(folder.events)) if folder.events.exists() else []
+    # Metrics of an earlier job of the folder say nothing of a job that trains nobody.
+    trained = mode is not DebugMode.ROLLOUT_ONLY
+    published = mode is not DebugMode.TRAIN_ONLY
+    return summarise(
+        events,
+        read_jsonl(folder.metrics) if trained else [],
+        outcome=outcome if outcome is not None else outcome_of(folder, events),
+        total_steps=resolved.get("training.steps"),
+        transport=resolved.sections.rollout.weight_transport if published else "",
+    )
+
+
+def outcome_of(folder: RunFolder, events: list[Event]) -> str:
+    """How the run ended, as its last life says, or that it has not."""
+    supervisor = folder.role(SUPERVISOR)
+    if supervisor is not None and supervisor.alive():
+        return "running"
+    ends = [e for e in events if e.kind is Kind.RUN]
+    if ends and ends[-1].phase == "end":
+        return f"{ends[-1].cause} (exit code {ends[-1].data.get('exit_code')})"
+    return "ended without a word: its supervisor was killed" if ends else "never started"
+
+
+def main_summary(folder: RunFolder, as_json: bool) -> int:
+    """`torchtitan report RUN`. Raises ConfigError when RUN holds no job."""
+    summary = summary_of(Resolved.read(folder.path))
+    _tell(as_json, _to_json(summary), render(summary, str(folder.path)))
+    return ExitCode.DONE
+
+
+def main_ledger(folder: RunFolder, as_json: bool) -> int:
+    """`torchtitan report --ledger RUN`: FAILED when the accounts do not hold. Raises
+    JournalError when there is no journal that can be read."""
+    report = LedgerReport.of(folder.journal)
+    _tell(as_json, report.to_json(), report.lines())
+    return ExitCode.DONE if report.audit.ok else ExitCode.FAILED
+
+
+def _to_json(summary: Summary) -> dict[str, Any]:
+    means = {"first_reward": summary.first_reward, "last_reward": summary.last_reward}
+    return asdict(summary) | means
+
+
+def _tell(as_json: bool, found: dict[str, Any], lines: list[str]) -> None:
+    with while_read():
+        print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
