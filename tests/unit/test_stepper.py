@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from test_policy_loss import SAMPLES, sealed
 
+from torchtitan_rl_ft.journal.checkpoints import CheckpointDamaged
 from torchtitan_rl_ft.journal.client import BeginAnswer, CommitAnswer, Offer, Ready, Stop
-from torchtitan_rl_ft.journal.protocol import PUBLISH, BatchRef, CheckpointRef
+from torchtitan_rl_ft.journal.protocol import PUBLISH, AttachAnswer, BatchRef, CheckpointRef, State
 from torchtitan_rl_ft.journal.records import Decision
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.replica.group import Quorum
@@ -67,6 +68,8 @@ def build(monkeypatch, participants=2, max_refusals=3, **answers):
         ledger=script.seam(
             "ledger",
             "duty_done",
+            "attach",
+            "unusable",
             next_batch=Ready(1, REF),
             batch=sealed(SAMPLES),
             begin=GO,
@@ -203,3 +206,26 @@ def test_the_end_of_the_run_and_a_failed_heal_are_told_apart(monkeypatch):
     with pytest.raises(HealFailed, match="refused"):
         made.step()
     assert script.count("ledger.begin") == 0
+
+
+@pytest.mark.row("E9")
+def test_a_checkpoint_that_proves_damaged_is_told_and_the_one_before_is_taken(monkeypatch):
+    newer, older = CheckpointRef(4, "t4", "/x4"), CheckpointRef(2, "t2", "/x2")
+    skipped = ("/x4: damaged",)
+    made, _, script, events = build(
+        monkeypatch,
+        ledger__attach=[
+            (AttachAnswer("restore", newer), State(5, "t5")),
+            (AttachAnswer("restore", older, skipped), State(5, "t5")),
+        ],
+        model__restore=[CheckpointDamaged("a shard is not what was written"), None],
+    )
+    made.attach()
+    assert [c for c in script.calls if c in ("model.restore", "ledger.unusable")] == [
+        "model.restore",
+        "ledger.unusable",
+        "model.restore",
+    ]
+    assert [e["cause"] for e in events.events if e["kind"] == Kind.WARN] == [
+        "checkpoint skipped: /x4: damaged"
+    ]
