@@ -18,6 +18,10 @@ class ExitCode(IntEnum):
     NUMERIC = 3
     """Stopped to keep bad numbers out of the model; a restart meets them again."""
 
+    WRONG_RESULT = 4
+    """A group whose results another group finds wrong, again and again: not to be restarted on the
+    same hardware."""
+
     REQUEUE = 75
     """Saved at a signal or time limit, more to do: start again (EX_TEMPFAIL of sysexits.h)."""
 

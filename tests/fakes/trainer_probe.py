@@ -30,6 +30,7 @@ from torchtitan_rl_ft.platform import torchtitan_cpu  # noqa: E402
 torchtitan_cpu.install()
 
 import torch  # noqa: E402
+import trainer_fault  # noqa: E402
 
 from torchtitan_rl_ft.trainer import entry  # noqa: E402
 from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
@@ -97,6 +98,7 @@ def main() -> int:
             f.write(json.dumps(line) + "\n")
 
     RLFaultTolerantTrainer.committed = probed
+    trainer_fault.install()
     return entry.main()
 
 

@@ -78,11 +78,12 @@ def build(monkeypatch, participants=2, max_refusals=3, **answers):
             refused="retry",
         ),
         beats=script.seam("beats", "update"),
-        attempt=script.seam("attempt", "abstain", run=COMMITTED, recorded=0),
+        attempt=script.seam("attempt", "abstain", run=COMMITTED, recorded=0, board=(0, 0)),
         publisher=script.seam("publisher", publish=7),
         clock=PhaseClock(events),
         events=events,
         model=script.seam("model", "restore", "seed_step", "discard", "committed", update={}),
+        numbers=script.seam("numbers", committed={}, refused=False),
     )
     lineage = Lineage()
     made = Stepper(seams, lineage, max_refusals=max_refusals, batch_wait_timeout_s=5.0)

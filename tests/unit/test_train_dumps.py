@@ -83,7 +83,7 @@ def test_the_proof_of_a_step_carries_every_sample_once_for_any_number_of_groups(
         )
     outcome = coverage.check(total, claim, shards)
     np.testing.assert_allclose(outcome.recorded, expected(), atol=1e-6)
-    other = coverage.abstain(BATCH.n_samples, speaks=True, n_recorded=BATCH.n_tokens)
+    other = coverage.abstain(BATCH.n_samples, speaks=True, n_riders=BATCH.n_tokens)
     with pytest.raises(coverage.CoverageError, match="abstained"):
         coverage.check(total + other, claim, shards)
 

@@ -34,6 +34,7 @@ RULES = (
     learning.plug_ins,
     learning.model_directory,
     learning.training,
+    learning.numeric_guards,
     service.serving,
     routing.router,
     routing.external_engines,

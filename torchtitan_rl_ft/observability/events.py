@@ -30,6 +30,7 @@ class Kind(StrEnum):
     EXIT = "exit"  # a process ended; data: pid, returncode, signal; cause
     RESTART = "restart"  # a role is being started again; data: attempt, delay_s
     TRANSITION = "transition"  # a state machine moved; data: subject, old, new; cause
+    ANOMALY = "anomaly"  # a number far from those of the steps before; cause; data: what, value
     FAULT = "fault"  # something was found broken; data: subject; cause
     PHASE = "phase"  # a role entered a phase; phase, step
     ISSUE = "issue"  # prompts were drawn from the data source; data: groups

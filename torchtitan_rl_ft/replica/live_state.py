@@ -69,6 +69,15 @@ class LiveState:
         """Live shards of the optimizers' state, in a fixed order."""
         return [t for o in self._optimizers for t in self._optimizer_tensors(o).values()]
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What all groups hold alike at equal step, by name."""
+        found = dict(self._parameters)
+        for i, optimizer in enumerate(self._optimizers):
+            found |= {
+                f"optimizer {i}.{k}": t for k, t in self._optimizer_tensors(optimizer).items()
+            }
+        return found
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copy a peer's state in place. Raises StateMismatch before anything is changed."""
         own = self.state_dict()

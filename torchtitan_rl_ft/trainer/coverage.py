@@ -52,6 +52,14 @@ class Claim:
     n_samples: int
     n_recorded: int = 0
     """Values that ride along, one per token, to be dumped by whoever commits."""
+    board: tuple[int, int] = (0, 0)
+    """Rows, one per data-parallel rank of all groups, and columns of numbers that every rank tells
+    all others (trainer/board.py)."""
+
+    @property
+    def n_riders(self) -> int:
+        """Values after the per-sample counts."""
+        return self.n_recorded + self.board[0] * self.board[1]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Outcome:
     stats: np.ndarray  # [len(Stat)] sums over all trained tokens
     owners: np.ndarray  # [n_samples] rank in the quorum of the group that trained the sample
     recorded: np.ndarray = field(default_factory=lambda: np.zeros(0))  # [n_recorded]
+    board: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # [ranks, columns]
 
 
 def draw_nonce() -> int:
@@ -95,13 +104,14 @@ def fill(
     loss: float,
     stats: torch.Tensor | None,
     recorded: np.ndarray | None = None,
+    row: tuple[int, np.ndarray] | None = None,
 ) -> torch.Tensor:
-    """This rank's vector, float64 [HEAD + n_samples + n_recorded].
+    """This rank's vector, float64 [HEAD + n_samples + n_riders].
 
     `rank` is the group's in the quorum. `speaks`: exactly one rank of the group carries the
-    group's own slots.
+    group's own slots. `row`: this rank's place on the board and its finite numbers [columns].
     """
-    vector = np.zeros(HEAD + claim.n_samples + claim.n_recorded)
+    vector = np.zeros(HEAD + claim.n_samples + claim.n_riders)
     if speaks:
         state(vector, claim)
         vector[Slot.NONCE] = nonce
@@ -111,8 +121,13 @@ def fill(
         numbers = stats.cpu().numpy()
         vector[len(Slot) : HEAD] = np.where(np.isfinite(numbers), numbers, 0.0)
     np.add.at(vector, HEAD + samples, 1 + OWNER * rank)
+    start = HEAD + claim.n_samples
     if recorded is not None:
-        vector[HEAD + claim.n_samples :] = recorded
+        vector[start : start + claim.n_recorded] = recorded
+    if row is not None:
+        place, numbers = row
+        at = start + claim.n_recorded + place * claim.board[1]
+        vector[at : at + claim.board[1]] = numbers
     return torch.from_numpy(vector)
 
 
@@ -139,10 +154,10 @@ def require_one_state(v: np.ndarray, claim: Claim, participants: int) -> None:
             raise CoverageError(f"groups disagree on the {what}")
 
 
-def abstain(n_samples: int, *, speaks: bool, n_recorded: int = 0) -> torch.Tensor:
+def abstain(n_samples: int, *, speaks: bool, n_riders: int = 0) -> torch.Tensor:
     """The vector of a group that may not train: it makes every group's check fail at once,
     instead of letting the others wait for it until their timeout."""
-    vector = torch.zeros(HEAD + n_samples + n_recorded, dtype=torch.float64)
+    vector = torch.zeros(HEAD + n_samples + n_riders, dtype=torch.float64)
     vector[Slot.ABSTAINED] = float(speaks)
     return vector
 
@@ -159,6 +174,7 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
             f"{len(wrong)} of {len(counts)} samples not trained exactly once (first: sample "
             f"{wrong[0]}, {counts[wrong[0]]:g} times)"
         )
+    riders = v[HEAD + claim.n_samples :]
     return Outcome(
         groups=participants,
         nonce=int(v[Slot.NONCE]),
@@ -166,5 +182,6 @@ def check(total: torch.Tensor, claim: Claim, participants: int) -> Outcome:
         loss=float(v[Slot.LOSS]),
         stats=v[len(Slot) : HEAD].copy(),
         owners=owners.astype(np.int64) // OWNER,
-        recorded=v[HEAD + claim.n_samples :].copy(),
+        recorded=riders[: claim.n_recorded].copy(),
+        board=riders[claim.n_recorded :].reshape(claim.board).copy(),
     )

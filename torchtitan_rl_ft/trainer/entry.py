@@ -26,6 +26,7 @@ def main() -> int:
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
+    from torchtitan_rl_ft.trainer.rerun import WrongResult
     from torchtitan_rl_ft.trainer.stepper import NumericStop
 
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
@@ -40,6 +41,9 @@ def main() -> int:
     except NumericStop as e:
         print(f"torchtitan: numeric stop: {e}", file=sys.stderr)
         return ExitCode.NUMERIC
+    except WrongResult as e:
+        print(f"torchtitan: wrong results: {e}", file=sys.stderr)
+        return ExitCode.WRONG_RESULT
     return ExitCode.DONE
 
 

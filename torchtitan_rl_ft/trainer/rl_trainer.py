@@ -38,12 +38,15 @@ from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
-from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
+from torchtitan_rl_ft.trainer.anomalies import AnomalyWatch
+from torchtitan_rl_ft.trainer.attempt import Attempt, Guards, Placement
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
+from torchtitan_rl_ft.trainer.gradients import local_gradients
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.layout import group_layout, model_identity
 from torchtitan_rl_ft.trainer.lineage import Lineage
+from torchtitan_rl_ft.trainer.numeric_watch import NumericWatch
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
 from torchtitan_rl_ft.trainer.presence import (
@@ -55,6 +58,7 @@ from torchtitan_rl_ft.trainer.presence import (
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.random_state import RandomState, seed_all
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
+from torchtitan_rl_ft.trainer.rerun import Rerun
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.stepper import RunStopped, Seams, Stepper
@@ -142,6 +146,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             clock=self.clock,
             events=self.events,
             model=self,
+            numbers=self._build_watch(),
             train_dumps=self._build_train_dumps(),
         )
         return Stepper(
@@ -201,9 +206,10 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             "seq_len": config.training.seq_len,
             # Graph capture and compiled code want one shape; eager code is faster on short rows.
             "fixed_rows": config.compile.enable or not config.training.disable_cuda_graphs,
+            "guards": self._build_guards(),
         }
         if self._outer is None:
-            return Attempt(**parts)
+            return Attempt(**parts, reseed=self.seed_step)
         self._window = WindowAttempt(
             **parts,
             link=self.link,
@@ -217,6 +223,41 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             events=self.events,
         )
         return self._window
+
+    def _build_guards(self) -> Guards:
+        recovery = self.config.recovery
+        self._rerun = None
+        if recovery.rerun_mode != "disabled":
+            degree = self._placement.degree
+            self._rerun = Rerun(recovery.rerun_mode, recovery.rerun_interval, degree)
+        return Guards(
+            finite=recovery.check_for_nan_in_loss_and_grad,
+            rerun=self._rerun,
+            hashed=self.state.tensors if recovery.replica_hash_interval else None,
+            hash_interval=recovery.replica_hash_interval or 1,
+        )
+
+    def _build_watch(self) -> NumericWatch:
+        recovery = self.config.recovery
+        anomalies = AnomalyWatch(
+            loss=recovery.check_for_spiky_loss,
+            gradients=recovery.check_for_large_grads,
+            factor=recovery.anomaly_factor,
+            warmup_steps=recovery.anomaly_warmup_steps,
+            degree=self._placement.degree,
+        )
+        return NumericWatch(self.events, anomalies, self._largest_gradient, self._rerun)
+
+    def _largest_gradient(self) -> tuple[str, float]:
+        """Its parameter's name, and its share of all squared norms."""
+        names = [
+            n for part in self.model_parts for n, p in part.named_parameters() if p.requires_grad
+        ]
+        held = local_gradients(self._parameters())
+        squares = torch.stack([g.double().square().sum() for g in held])
+        self._placement.sum(squares)
+        at = int(squares.argmax())
+        return names[at], float(squares[at] / squares.sum())
 
     def _build_publisher(self) -> PolicyPublisher:
         spec = self.config.model_spec

@@ -35,6 +35,7 @@ from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.attempt import Attempt, Result, Work
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.lineage import Lineage
+from torchtitan_rl_ft.trainer.numeric_watch import NumericWatch
 from torchtitan_rl_ft.trainer.presence import PhaseClock
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.refusals import Refusals
@@ -98,6 +99,7 @@ class Seams:
     clock: PhaseClock
     events: EventSink
     model: Model
+    numbers: NumericWatch
     train_dumps: TrainDumps | None = None
 
 
@@ -185,6 +187,7 @@ class Stepper:
             answer.batch.digest,
             batch.n_samples,
             self._s.attempt.recorded(batch),
+            self._s.attempt.board(quorum),
         )
         self._s.model.seed_step()
         result = self._s.attempt.run(Work(claim, batch, quorum, nonce))
@@ -266,6 +269,9 @@ class Stepper:
             Kind.REFUSE, step=step, cause=result.cause, batch=batch.batch_id, members=quorum.members
         )
         logger.warning("step %d refused: %s", step, result.cause)
+        differs = self._s.numbers.refused(step, quorum, result)
+        if not self._s.link.all_agree(not differs):  # one rank's bits are its whole group's
+            self._s.group.set_step(0)
         if self._s.link.ask(lambda: result.numeric):
             action = self._s.link.ask(
                 lambda: self._s.ledger.refused(step, batch.batch_id, result.cause, numeric=True)
@@ -280,6 +286,7 @@ class Stepper:
         # From here on any exception ends the process: torchft's step has advanced, and a state
         # without the update must never be offered to a peer.
         self.enter("optimizer")
+        found = self._s.numbers.committed(self._lineage.step + 1, quorum, result)
         rates = self._s.model.update()
         assert result.outcome is not None
         record = self._lineage.next_record(
@@ -292,6 +299,7 @@ class Stepper:
         )
         self._lineage.advance(record, batch.n_tokens)
         metrics = step_metrics(result.outcome, result.grad_norm, rates, self._s.clock.restart())
+        metrics |= found
         self._s.model.committed(metrics)
         self._dump(batch, record, result.outcome.recorded, metrics)
         self.enter("report")

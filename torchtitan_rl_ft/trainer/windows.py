@@ -25,7 +25,15 @@ from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.replica.shards import local_shard
 from torchtitan_rl_ft.trainer import coverage, window_plan
-from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, Result, Work, all_finite
+from torchtitan_rl_ft.trainer.attempt import (
+    Attempt,
+    Guards,
+    Placement,
+    Result,
+    Work,
+    all_finite,
+    measure,
+)
 from torchtitan_rl_ft.trainer.coverage import CoverageError
 from torchtitan_rl_ft.trainer.gradients import local_gradients, sum_over_groups
 from torchtitan_rl_ft.trainer.group_link import GroupLink
@@ -56,6 +64,7 @@ class WindowAttempt(Attempt):
         rows: int,
         seq_len: int,
         fixed_rows: bool,
+        guards: Guards,
         link: GroupLink,
         work: WindowWork,
         outer: OuterOptimizer,
@@ -80,6 +89,8 @@ class WindowAttempt(Attempt):
             rows=rows,
             seq_len=seq_len,
             fixed_rows=fixed_rows,
+            reseed=lambda: seed(0),
+            guards=guards,
         )
         self._link, self._window, self._outer, self._events = link, work, outer, events
         self._clip_inner, self._inner_update = clip, inner_update
@@ -242,6 +253,7 @@ class WindowAttempt(Attempt):
             # All samples are done once, or the proof fails: the counts n_i sum to N.
             share = float(tally.done.sum()) / claim.n_samples
             self._window.write_pseudo_gradients(gradients, share)
+        own = measure(tally.loss, gradients, with_total=False)
         by_parameter = {id(p): g for p, g in zip(self._parameters, gradients, strict=True)}
         for fragment in self._outer.fragments:
             sum_over_groups([by_parameter[id(p)] for p in fragment], self._group.all_reduce)
@@ -255,6 +267,7 @@ class WindowAttempt(Attempt):
             loss=tally.loss,
             stats=tally.stats,
             recorded=tally.logprobs,
+            row=self._row(work, own, {}),
         )
         flags = torch.zeros(work.quorum.participants, dtype=torch.float64)
         flags[rank] = float(bool(flaw) and self._placement.speaks)
