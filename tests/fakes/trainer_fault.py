@@ -1,48 +1,53 @@
 """Faults of a trainer rank that only code inside it can make: wrong numbers, a flipped bit.
 
-TRAINER_FAULTS is JSON, a list of
+RUN/faults.json, looked at in every step, is a list of
 {"kind": "scale" | "flip", "replica": g, "step": s, "factor": f, "times": n}:
-scale: gradients and loss of step `s` times `factor`, in the first `times` computations (0: in all
-from step `s` on); flip: one bit of a parameter, before step `s`.
+scale: gradients and loss times `factor`, from step `s` on, in `times` computations (0: in all that
+follow); flip: one bit of a parameter, once, before step `s` or a later one.
 """
 
 from __future__ import annotations
 
 import json
-import os
 
 import torch
 
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer
 
-FAULTS_ENV = "TRAINER_FAULTS"
+FILE_NAME = "faults.json"
+
+
+class Faults:
+    """What is left of them for one rank."""
+
+    def __init__(self) -> None:
+        self.used: dict[str, int] = {}
+
+    def due(self, trainer, kind: str, default_times: int) -> list[dict]:
+        path = trainer.run_folder.path / FILE_NAME
+        if not path.exists():
+            return []
+        found = []
+        for fault in json.loads(path.read_text()):
+            key, times = json.dumps(fault), fault.get("times", default_times)
+            mine = fault["replica"] == trainer.config.fault_tolerance.replica_id
+            if fault["kind"] != kind or not mine or trainer.lineage.step + 1 < fault["step"]:
+                continue
+            if not times or self.used.get(key, 0) < times:
+                self.used[key] = self.used.get(key, 0) + 1
+                found.append(fault)
+        return found
 
 
 def install() -> None:
-    """Wrap the trainer class; nothing without faults for it."""
-    faults = json.loads(os.environ.get(FAULTS_ENV, "[]"))
-    if not faults:
-        return
+    """Wrap the trainer class."""
+    faults = Faults()
     compute, seed = RLFaultTolerantTrainer._forward_backward, RLFaultTolerantTrainer.seed_step
-
-    def mine(self, kind):
-        return [
-            f
-            for f in faults
-            if f["kind"] == kind and f["replica"] == self.config.fault_tolerance.replica_id
-        ]
 
     def computing(self, rows):
         before = [None if p.grad is None else p.grad.clone() for p in self._parameters()]
         loss = compute(self, rows)
-        for fault in mine(self, "scale"):
-            step, times = self.lineage.step + 1, fault.get("times", 0)
-            if step < fault["step"] or (times and (step != fault["step"] or not fault["times"])):
-                continue
-            if times:
-                fault["times"] = times - 1 or -1
-            if times == -1:
-                continue
+        for fault in faults.due(self, "scale", 0):
             for p, old in zip(self._parameters(), before, strict=True):
                 p.grad.mul_(fault["factor"])
                 if old is not None:
@@ -52,11 +57,9 @@ def install() -> None:
 
     def seeding(self):
         seed(self)
-        for fault in mine(self, "flip"):
-            if self.lineage.step + 1 == fault["step"] and not fault.get("done"):
-                fault["done"] = True
-                tensor = next(iter(self.state.tensors().values()))
-                tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+        for _ in faults.due(self, "flip", 1):
+            tensor = next(iter(self.state.tensors().values()))
+            tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
 
     RLFaultTolerantTrainer._forward_backward = computing
     RLFaultTolerantTrainer.seed_step = seeding

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-HASH_BITS = 40  # exact in a float64 that one rank writes and the others add zeros to
+PRIME = 2**40 - 87  # hashes below it are exact in a float64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_hash(tensor: torch.Tensor) -> int:
-    """HASH_BITS of the tensor's bits, by torch.hash_tensor (XOR of all elements)."""
+    """A number below PRIME of the tensor's bits: torch.hash_tensor, the XOR of all elements, which is blind
+    to two equal changes, mixed with their sum."""
     if tensor.numel() == 0:
         return 0
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
-    whole = int(torch.hash_tensor(bits).view(torch.int64)) & (2**64 - 1)
-    return (whole ^ (whole >> HASH_BITS)) & (2**HASH_BITS - 1)
+    xor, total = int(torch.hash_tensor(bits).view(torch.int64)), int(bits.sum(dtype=torch.int64))
+    return (xor + (total << 64)) % PRIME
 
 
 def hashes(tensors: Mapping[str, torch.Tensor]) -> np.ndarray:

@@ -96,3 +96,29 @@ def training(job: Job) -> Iterator[str]:
             given[0],
             "optimizer.param_groups",
         )
+
+
+def numeric_guards(job: Job) -> Iterator[str]:
+    recovery, ft = job.resolved.sections.recovery, job.resolved.sections.fault_tolerance
+    yield from job.positive("recovery", "max_numeric_refusals", "rerun_interval")
+    yield from job.not_negative("recovery", "replica_hash_interval", "anomaly_warmup_steps")
+    if recovery.anomaly_factor <= 1:
+        yield job.broken("anomaly_factor must be above 1", "recovery.anomaly_factor")
+    alone = not ft.enable or ft.replica_groups < 2
+    for key, on in (
+        ("rerun_mode", recovery.rerun_mode != "disabled"),
+        ("replica_hash_interval", recovery.replica_hash_interval > 0),
+    ):
+        if on and alone:
+            yield job.broken(
+                f"{key} compares replica groups: there must be two at least",
+                f"recovery.{key}",
+                "fault_tolerance.enable",
+                "fault_tolerance.replica_groups",
+            )
+        if on and ft.semi_sync_method is not None:
+            yield job.broken(
+                f"{key} compares groups in every step, which semi-sync groups do not share",
+                f"recovery.{key}",
+                "fault_tolerance.semi_sync_method",
+            )
