@@ -88,6 +88,22 @@ BROKEN = [
     ("--rl.groups_per_step 0", ["rl.groups_per_step = 0"]),
     ("--training.global_batch_size 64", ["training.global_batch_size = 64", "= 128 samples"]),
     ("--training.local_batch_size 0", ["training.local_batch_size = 0"]),
+    # numeric guards
+    ("--recovery.anomaly_factor 1", ["recovery.anomaly_factor = 1"]),
+    ("--recovery.rerun_interval 0", ["recovery.rerun_interval = 0"]),
+    ("--recovery.replica_hash_interval -1", ["recovery.replica_hash_interval = -1"]),
+    (
+        "--recovery.rerun_mode report_stats --fault_tolerance.replica_groups 1",
+        ["recovery.rerun_mode", f"{FT}.replica_groups = 1"],
+    ),
+    (
+        "--recovery.replica_hash_interval 5 --fault_tolerance.semi_sync_method diloco",
+        ["recovery.replica_hash_interval = 5", f"{FT}.semi_sync_method"],
+    ),
+    (
+        "--recovery.decrease_batch_size_if_needed --rl.groups_per_step 1 --rl.samples_per_prompt 1",
+        ["rl.groups_per_step = 1", f"{FT}.replica_groups = 2"],
+    ),
     ("--training.steps 0", ["training.steps = 0"]),
     (
         "--rollout.max_response_tokens 17",
@@ -399,6 +415,23 @@ def test_suspicious_values_warn(report: Reporter, argv: str, key: str) -> None:
     found = report(*words(argv))
     assert found.problems == []
     assert any(key in warning for warning in found.warnings), found.warnings
+
+
+@pytest.mark.row("I4")
+def test_a_batch_is_lowered_to_the_nearest_that_the_layout_can_split(
+    report: Reporter, tmp_path: Path
+) -> None:
+    odd = words("--rl.groups_per_step 15 --rl.samples_per_prompt 3")
+    assert any("cannot be split" in p for p in report(*odd).problems)
+    lower = [*odd, "--recovery.decrease_batch_size_if_needed"]
+    found = report(*lower)
+    assert not found.problems
+    assert any("smaller than was asked for" in w and "from 15" in w for w in found.warnings)
+    made = job(tmp_path, GOOD, *lower)
+    assert made.get("rl.groups_per_step") == 14
+    again = made.with_overrides([])
+    assert again.get("rl.groups_per_step") == 14, "a role takes what the job has settled on"
+    assert job(tmp_path, GOOD, *lower, "--rl.groups_per_step", "16").get("rl.groups_per_step") == 16
 
 
 def test_a_missing_model_directory_warns_until_the_job_starts(report: Reporter) -> None:

@@ -208,7 +208,7 @@ def numbers(rerun=None):
 
 def result(findings=(), differing=(), board=None) -> Result:
     board = np.ones((2, OWN_COLUMNS)) if board is None else board
-    outcome = coverage.Outcome(2, 1, 0, 0.5, np.ones(6), board=board)
+    outcome = coverage.Outcome(2, 1, 0, 0.5, np.ones(6), np.zeros(0), board=board)
     return Result(False, "", False, outcome, 1.0, tuple(findings), tuple(differing))
 
 

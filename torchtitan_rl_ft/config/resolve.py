@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.config.aliases import spelled
-from torchtitan_rl_ft.config.automatic import automatic_values
+from torchtitan_rl_ft.config.automatic import automatic_values, splittable_groups
 from torchtitan_rl_ft.config.command_line import Override, split_overrides
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.file_values import Values, file_values
@@ -27,6 +27,7 @@ from torchtitan_rl_ft.run_folder import RunFolder, write_atomic
 DEFAULT = "default"
 COMMAND_LINE = "command line"
 REGISTRY = "registry "
+LOWERED = ", lowered so that the layout can split the batch, from "
 AUTOMATIC = "automatic: "
 
 
@@ -190,6 +191,10 @@ def _finished(values: Values, origins: dict[str, str]) -> Resolved:
         section, _, key = path.partition(".")
         values[section][key] = value
         origins[path] = AUTOMATIC + why
+    if (groups := splittable_groups(values)) is not None:
+        before = values["rl"]["groups_per_step"]
+        values["rl"]["groups_per_step"] = groups
+        origins["rl.groups_per_step"] += f"{LOWERED}{before}"
     return Resolved(values, origins)
 
 

@@ -17,8 +17,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def tensor_hash(tensor: torch.Tensor) -> int:
-    """A number below PRIME of the tensor's bits: torch.hash_tensor, the XOR of all elements, which is blind
-    to two equal changes, mixed with their sum."""
+    """A number below PRIME of the tensor's bits: torch.hash_tensor, the XOR of all elements, which
+    is blind to two equal changes, mixed with their sum."""
     if tensor.numel() == 0:
         return 0
     bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])

@@ -100,7 +100,7 @@ def training(job: Job) -> Iterator[str]:
 
 def numeric_guards(job: Job) -> Iterator[str]:
     recovery, ft = job.resolved.sections.recovery, job.resolved.sections.fault_tolerance
-    yield from job.positive("recovery", "max_numeric_refusals", "rerun_interval")
+    yield from job.positive("recovery", "rerun_interval")
     yield from job.not_negative("recovery", "replica_hash_interval", "anomaly_warmup_steps")
     if recovery.anomaly_factor <= 1:
         yield job.broken("anomaly_factor must be above 1", "recovery.anomaly_factor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from torchtitan_rl_ft.config.automatic import data_parallel_parts
 from torchtitan_rl_ft.config.rules.job import Job
 
 
@@ -59,14 +60,9 @@ def _sequence_divisor(job: Job) -> int:
 
 
 def shards(job: Job) -> int:
-    """Parts into which a batch is split: replica groups times data-parallel ranks."""
-    get, ft = job.resolved.get, job.resolved.sections.fault_tolerance
-    model_parallel = (
-        get("parallelism.context_parallel_degree")
-        * get("parallelism.tensor_parallel_degree")
-        * get("parallelism.pipeline_parallel_degree")
-    )
-    return ft.replica_groups * max(1, ft.ranks_per_group // max(1, model_parallel))
+    """Parts into which a batch is split."""
+    ft, parallelism = job.resolved.sections.fault_tolerance, job.resolved.values["parallelism"]
+    return data_parallel_parts(ft.replica_groups, ft.ranks_per_group, parallelism)
 
 
 def batch(job: Job) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
+from torchtitan_rl_ft.config.resolve import LOWERED
 from torchtitan_rl_ft.config.rules.exits import cannot_go_on
 from torchtitan_rl_ft.config.rules.job import Job
 from torchtitan_rl_ft.config.rules.journaling import LOAD, SUBSAMPLE, idle_dumps
@@ -41,6 +42,17 @@ def suspicious(job: Job) -> list[str]:
         if condition:
             found.append(job.broken(message, *paths))
 
+    warn(
+        LOWERED in job.resolved.origins["rl.groups_per_step"],
+        "the batch is smaller than was asked for",
+        "rl.groups_per_step",
+        "recovery.decrease_batch_size_if_needed",
+    )
+    warn(
+        not recovery.check_for_nan_in_loss_and_grad,
+        "numbers that are not finite are trained on and reach every group",
+        "recovery.check_for_nan_in_loss_and_grad",
+    )
     warn(
         rl.samples_per_prompt == 1,
         "a prompt group of one sample has no advantage and teaches nothing",
