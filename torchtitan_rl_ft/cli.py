@@ -34,7 +34,8 @@ DESCRIPTION = "RL post-training on TorchTitan that does not stop when machines d
 
 EPILOG = """\
 exit codes: 0 done; 1 failed, a restart may help; 2 wrong configuration; 3 stopped on numeric
-grounds; 75 saved, start again to go on; 130 interrupted. 2 and 3 are not worth a restart.
+grounds; 4 wrong results; 75 saved, start again to go on; 130 interrupted. 2, 3 and 4 are not worth
+a restart here.
 """
 
 RUN_DESCRIPTION = """\

@@ -170,6 +170,21 @@ def test_exit_that_no_restart_mends_ends_the_run_with_that_code(start, code):
     assert job.events(Kind.RESTART) == []
 
 
+@pytest.mark.row("I5")
+def test_a_group_with_wrong_results_is_not_started_again_and_the_last_one_ends_the_run(start):
+    wrong = int(ExitCode.WRONG_RESULT)
+    job = start(
+        [
+            ("trainer-0", "worker", sh(f"exit {wrong}")),
+            ("trainer-1", "worker", sh(f"sleep 1; exit {wrong}")),
+            ("rollout", "driver", FOREVER),
+        ]
+    )
+    exit_code, cause, _ = job.outcome()
+    assert exit_code == wrong and cause.startswith("trainer-1: exit code 4")
+    assert job.events(Kind.RESTART) == []
+
+
 def test_role_that_waits_for_its_restart_is_not_started_once_the_run_ends(start):
     job = start(
         [

@@ -27,6 +27,7 @@ def verdict(duty, returncode, restarts_s=(), ending=False, now_s=1000.0):
         (Duty.WORKER, ExitCode.CONFIG, False, Action.FAIL),
         (Duty.SERVICE, ExitCode.CONFIG, False, Action.FAIL),
         (Duty.WORKER, ExitCode.NUMERIC, False, Action.FAIL),
+        (Duty.WORKER, ExitCode.WRONG_RESULT, False, Action.EXPELLED),
         (Duty.WORKER, 0, True, Action.FINISHED),
         (Duty.WORKER, 1, True, Action.STOPPED),
         (Duty.WORKER, ExitCode.CONFIG, True, Action.STOPPED),

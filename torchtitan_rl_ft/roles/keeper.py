@@ -39,6 +39,7 @@ EXIT_PHASES = {
     Action.STOPPED: "stopped",
     Action.RESTART: "fault",
     Action.FAIL: "fault",
+    Action.EXPELLED: "fault",
 }
 """`phase` of the EXIT event by what was decided."""
 
@@ -121,6 +122,7 @@ class RoleKeeper:
         self._cleanup_timeout_s = cleanup_timeout_s
         self._worker_end_timeout_s = worker_end_timeout_s
         self._look_over_interval_s = look_over_interval_s
+        self._min_workers = min_workers
         self._session: Kept = session or Nothing()
         self._children: dict[str, process.Child | process.Adopted] = {}
         self._trees: dict[str, set[ProcessId]] = {}  # what each role was last seen to have started
@@ -252,9 +254,11 @@ class RoleKeeper:
         self._gone.add(spec.name)
         if returncode in COMPLETE:
             self._finished.add(spec.name)
+        workers = {s.name for s in self._specs if s.duty is Duty.WORKER}
+        too_few = len(workers - self._gone) < self._min_workers
         if verdict.action is Action.DONE:
             self._end(Outcome(verdict.exit_code, verdict.reason))
-        elif verdict.action is Action.FAIL:
+        elif verdict.action is Action.FAIL or (verdict.action is Action.EXPELLED and too_few):
             cause = (
                 f"{spec.name}: {process.describe(returncode)} ({verdict.reason}); log: {child.log}"
             )

@@ -24,6 +24,7 @@ class Duty(StrEnum):
 class Action(StrEnum):
     FINISHED = "finished"  # nothing to do
     STOPPED = "stopped"  # it was told to, or the run ends anyway
+    EXPELLED = "expelled"  # not started again here; the run goes on without it
     RESTART = "restart"  # start it again after delay_s
     DONE = "done"  # end the run: complete
     FAIL = "fail"  # end the run with exit_code
@@ -88,6 +89,12 @@ def after_exit(
         return Verdict(Action.DONE, "to be started again", exit_code=ExitCode.REQUEUE)
     if returncode == ExitCode.REQUEUE and duty is Duty.WORKER:
         return Verdict(Action.FINISHED, "it has left at a step boundary")
+    if returncode == ExitCode.WRONG_RESULT and duty is Duty.WORKER:
+        return Verdict(
+            Action.EXPELLED,
+            "another group found its results wrong, so it is not started again on this machine",
+            exit_code=ExitCode.WRONG_RESULT,
+        )
     if returncode is not None and returncode in _NEVER_RESTARTED:
         code = ExitCode(returncode)
         return Verdict(Action.FAIL, _NEVER_RESTARTED[code], exit_code=code)
