@@ -112,6 +112,7 @@ class RoleKeeper:
         worker_end_timeout_s: float,
         session: Kept | None = None,
         look_over_interval_s: float = 5.0,
+        min_workers: int = 1,
         graceful: GracefulExit | None = None,
     ) -> None:
         """`worker_end_timeout_s`: how long the run may go on once all workers are finished.
