@@ -117,7 +117,8 @@ class RoleKeeper:
     ) -> None:
         """`worker_end_timeout_s`: how long the run may go on once all workers are finished.
         `look_over_interval_s`: how often its processes are looked over (what they hold, adopted
-        zombies). `graceful`: what SIGTERM means; without it that is the end at once."""
+        zombies). `graceful`: what SIGTERM means; without it that is the end at once.
+        `min_workers`: with fewer left, after one was expelled, the run ends."""
         self._folder, self._specs, self._events = folder, specs, events
         self._env, self._limits = env, limits
         self._cleanup_timeout_s = cleanup_timeout_s
