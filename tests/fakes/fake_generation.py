@@ -30,6 +30,7 @@ KNOWN_SAMPLING = {
     "ignore_eos",
     "stop_token_ids",
     "min_p",
+    "stream_interval",
 }
 
 
@@ -63,7 +64,7 @@ class Generation(EngineState):
         if prompts[0] == self.faults.get("poison"):
             os.kill(os.getpid(), signal.SIGKILL)
         single = isinstance(body["input_ids"][0], int) and len(prompts) == 1
-        outputs = self._outputs(prompts, body, streamed=stream is not None)
+        outputs = self._outputs(prompts, parameters, body, streamed=stream is not None)
         if stream is not None:
             await stream.open()
         await self.go.wait()
@@ -94,17 +95,24 @@ class Generation(EngineState):
         return web.json_response(samples[0] if single else samples)
 
     def _outputs(
-        self, prompts: list[list[int]], body: dict[str, Any], *, streamed: bool
+        self,
+        prompts: list[list[int]],
+        parameters: list[dict[str, Any]],
+        body: dict[str, Any],
+        *,
+        streamed: bool,
     ) -> list[Output]:
         rids = body.get("rid") or [""] * len(prompts)
         outputs = [
             Output(
                 len(prompt),
                 rid=rid,
-                interval=self.stream_interval,
+                interval=p.get("stream_interval") or self.stream_interval,
                 incremental=streamed and self.incremental,
             )
-            for prompt, rid in zip(prompts, [rids] if isinstance(rids, str) else rids, strict=True)
+            for prompt, p, rid in zip(
+                prompts, parameters, [rids] if isinstance(rids, str) else rids, strict=True
+            )
         ]
         self.samples.update({output.rid: asyncio.Event() for output in outputs})
         return outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -13,13 +14,16 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from conftest import TOKEN, ServingRole
+from safetensors.numpy import load_file
 
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.records import GENESIS, SealedBatch
+from torchtitan_rl_ft.models.tiny import ALPHABET, EOS
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 
@@ -36,6 +40,8 @@ class RolloutRole:
         self.client = RoleClient("rollout", self._url, TOKEN)
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder.path / "rollout.log"
+        shutil.rmtree(self.folder.journal, ignore_errors=True)
+        self._began = self.folder.events.stat().st_size
 
     def configure(self, **values: object) -> None:
         flags = [f"--{key}={value}" for key, value in values.items()]
@@ -66,7 +72,7 @@ class RolloutRole:
 
     def accepts(self) -> list[int]:
         """Groups whose acceptance was told, in order."""
-        lines = self.folder.events.read_bytes().split(b"\n")[:-1]
+        lines = self.folder.events.read_bytes()[self._began :].split(b"\n")[:-1]
         events = [json.loads(line) for line in lines]
         return [e["data"]["group"] for e in events if e["kind"] == "accept"]
 
@@ -134,6 +140,108 @@ def test_killed_in_the_middle_of_a_batch_it_goes_on_where_it_was(role: RolloutRo
     assert np.isfinite(a["advantages"]).all()
     assert batch.meta["policy_age/mean"] == 0 and batch.meta["policy_version"] == version
 
+    role.client.post("/v1/stop", {"reason": "the test is over"}, deadline_s=10)
+    assert role.process is not None
+    assert role.process.wait(30) == ExitCode.DONE
+
+
+# Unfinished samples -----------------------------------------------------------------------------
+
+LONG_TOKENS, INTERVAL = 400, 64
+
+
+def endless(model: Path) -> dict[str, np.ndarray]:
+    """Weights that practically never draw the end token: its logit is 0, that of the likeliest
+    other some 20."""
+    head = load_file(model / "model.safetensors")["lm_head.weight"] * np.float32(20)
+    head[ALPHABET.index(EOS)] = 0
+    return {"lm_head.weight": head}
+
+
+def kept_samples(journal: Path) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """(group, sample) -> tokens and versions that the journal has of it."""
+    found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    with sqlite3.connect(f"file:{journal / 'journal.sqlite'}?mode=ro", uri=True) as db:
+        for group, sample, start, ids, versions in db.execute(
+            "SELECT group_id, sample, start, output_ids, versions FROM partials ORDER BY id"
+        ):
+            tokens, of = found.setdefault((group, sample), ([], []))
+            del tokens[start:], of[start:]
+            tokens += np.frombuffer(ids, np.int32).tolist()
+            of += np.frombuffer(versions, np.int32).tolist()
+    return found
+
+
+def sealed_samples(journal: Path) -> dict[tuple[int, int], tuple[np.ndarray, ...]]:
+    """(group, sample) -> tokens, versions and log-probs of a response."""
+    found = {}
+    with sqlite3.connect(f"file:{journal / 'journal.sqlite'}?mode=ro", uri=True) as db:
+        for (payload,) in db.execute("SELECT payload FROM batches"):
+            a = SealedBatch.from_bytes(payload).arrays
+            for i, group in enumerate(a["group_ids"].tolist()):
+                begin, end = a["sample_offsets"][i : i + 2]
+                part = slice(begin + a["prompt_lens"][i], end)
+                lists = (a["tokens"][part], a["versions"][part], a["logprobs"][part])
+                found[group, i % SAMPLES] = lists
+    return found
+
+
+def drawn_by(serving: ServingRole) -> int:
+    """Tokens that running requests have in the engines, by SGLang's own count; prompts are 4."""
+    loads = [httpx.get(e["url"] + "/v1/loads").json()["loads"][0] for e in serving.engines()]
+    return sum(load["num_used_tokens"] - 4 * load["num_running_reqs"] for load in loads)
+
+
+@pytest.mark.row("E2")
+@pytest.mark.row("M2")
+@pytest.mark.scenario("L-1")
+def test_killed_in_the_middle_of_long_answers_it_goes_on_from_their_tokens(
+    role: RolloutRole,
+) -> None:
+    """What the journal has is not drawn again: tokens, log-probs and versions of the final samples
+    begin with it, and what was drawn before the death and is drawn again is less than the
+    interval per sample."""
+    serving, groups = role.serving, 4
+    serving.publish(50, change=endless(serving.model))
+    role.configure(
+        **{
+            "rl.mode": "async",
+            "rl.max_policy_age": 3,  # nobody trains: a policy counts as one behind the tip
+            "rl.groups_per_step": groups // 2,
+            "training.steps": 2,
+            "rl.samples_per_prompt": SAMPLES,
+            "rollout.max_response_tokens": LONG_TOKENS,
+            "training.seq_len": 512,
+            "recovery.partial_interval_tokens": INTERVAL,
+        }
+    )
+    role.start()
+    wanted, seen = groups * SAMPLES * LONG_TOKENS, [0]
+    role.until(lambda: seen.append(drawn_by(serving)) or seen[-1] > wanted / 3)
+    role.kill()
+    kept = kept_samples(role.folder.journal)
+    kept_tokens = sum(len(tokens) for tokens, _ in kept.values())
+    assert len(kept) == groups * SAMPLES and kept_tokens > wanted / 8
+    assert seen[-1] - kept_tokens < INTERVAL * groups * SAMPLES
+    serving.until(lambda: serving.status()["in_flight"] == 0, 10)
+
+    before = serving.status()["drawn_tokens"]
+    new = serving.publish(51, change=endless(serving.model), scale=1.1)["version"]
+    role.start()
+    role.until(lambda: len(sealed_samples(role.folder.journal)) == len(kept))
+    assert serving.status()["drawn_tokens"] - before == wanted - kept_tokens
+    resumed = [e for e in serving.events("partial") if e["phase"] == "resume"]
+    assert sum(e["data"]["tokens"] for e in resumed) == kept_tokens
+    samples = sealed_samples(role.folder.journal)
+    for name, (tokens, versions) in kept.items():
+        final_tokens, final_versions, logprobs = samples[name]
+        assert len(final_tokens) == LONG_TOKENS
+        assert final_tokens[: len(tokens)].tolist() == tokens
+        assert set(versions) == {new - 1}
+        rest = [new] * (LONG_TOKENS - len(tokens))
+        assert final_versions.tolist() == versions + rest
+        assert np.isfinite(logprobs).all() and (logprobs <= 0).all()
+    assert not kept_samples(role.folder.journal)
     role.client.post("/v1/stop", {"reason": "the test is over"}, deadline_s=10)
     assert role.process is not None
     assert role.process.wait(30) == ExitCode.DONE

@@ -13,18 +13,20 @@ from torchtitan_rl_ft.journal.protocol import State
 from torchtitan_rl_ft.journal.records import CommitRecord, Member, SealedBatch, next_token
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.models.tiny import EOS, tiny_tokenizer
-from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.generation import (
     Generated,
     GenerateRequest,
+    Keep,
     ServedPolicy,
     ServingUnavailable,
 )
 from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
 from torchtitan_rl_ft.rollout.judging import Judge
 from torchtitan_rl_ft.rollout.loop import LoopSettings, RolloutLoop
+from torchtitan_rl_ft.rollout.partials import PartialKeeper
 from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
 from torchtitan_rl_ft.rollout.protocols import PluginContext
 from torchtitan_rl_ft.rollout.schedule import Rules
@@ -71,7 +73,9 @@ class ScriptedServing:
             raise self.check_fails
         return []
 
-    async def generate(self, request: GenerateRequest) -> list[Generated]:
+    async def generate(
+        self, request: GenerateRequest, keep: Keep = lambda pieces: None
+    ) -> list[Generated]:
         self.requests.append(request)
         await asyncio.sleep(0)
         if self.served is None:
@@ -115,6 +119,7 @@ class Host:
         dumps: DumpSettings | None = None,
         health_check_timeout_s: float = 2.0,
         durable: bool = True,
+        partial_interval_tokens: int = 0,
     ) -> None:
         self.serving = serving
         self.events = EventList()
@@ -135,9 +140,12 @@ class Host:
             serving,
             TOKENIZER,
             Judge(reward, group_filter, timeout_s=10.0),
-            Sampling(samples, {"temperature": 1.0}, 0, 10.0, max_failures),
+            Sampling(samples, {"temperature": 1.0}, 0, 10.0, max_failures, partial_interval_tokens),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
+            on_discarded=lambda name, cause, tokens: self.events.emit(
+                Kind.PARTIAL, phase="discard", cause=cause, subject=name, tokens=tokens
+            ),
         )
         watch = PolicyWatch(serving, on_change=lambda: self.loop.wake())
         self.eval_path = folder / "eval.json"
@@ -168,6 +176,7 @@ class Host:
             ),
             self.events,
             dumps=writer,
+            partials=PartialKeeper(self.journal, self.events, partial_interval_tokens),
             engine_check=EngineCheck(
                 serving, self.events, health_check_timeout_s, on_done=lambda: self.loop.wake()
             ),

@@ -120,7 +120,7 @@ async def test_too_old_groups_are_dropped_and_counted(tmp_path):
     gate = asyncio.Event()
     answer = serving.generate
 
-    async def stalled(request):
+    async def stalled(request, keep=None):
         found = await answer(request)
         if request.request_id.startswith(slow):
             await gate.wait()
@@ -151,7 +151,7 @@ async def test_an_engine_that_stalls_now_and_then_makes_no_batch_too_old(tmp_pat
     answer, trained, released = serving.generate, 0, asyncio.Event()
     stalled: dict[str, int] = {}
 
-    async def generate(request):
+    async def generate(request, keep=None):
         nonlocal released
         found = await answer(request)
         if trained % every == every // 2 and trained not in stalled.values():

@@ -113,6 +113,21 @@ CREATE TABLE members (
 ) WITHOUT ROWID;
 """
 
+# Not in journals of before: added when they are opened, ignored by what does not know it.
+PARTIALS = """
+CREATE TABLE IF NOT EXISTS partials (
+    id INTEGER PRIMARY KEY,
+    group_id INTEGER NOT NULL REFERENCES groups (id),
+    sample INTEGER NOT NULL,
+    start INTEGER NOT NULL,           -- tokens of the sample before these, which stay
+    output_ids BLOB NOT NULL,         -- int32
+    logprobs BLOB NOT NULL,           -- float32
+    versions BLOB NOT NULL,           -- int32
+    finish_reason TEXT                -- of a sample that ends with these
+)
+"""
+PARTIALS_INDEX = "CREATE INDEX IF NOT EXISTS partials_group ON partials (group_id)"
+
 # SQLite result codes that mean "the disk", not "the file".
 _WRITE_CODES = {
     sqlite3.SQLITE_FULL,
@@ -179,6 +194,8 @@ class Database:
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         else:
             check_format(self._db, self.where)
+        self._db.execute(PARTIALS)
+        self._db.execute(PARTIALS_INDEX)
         self._db.execute("COMMIT")
 
     def _check_pages(self, path: Path, limit_bytes: int) -> None:

@@ -25,6 +25,7 @@ from torchtitan_rl_ft.journal.database import FILE_NAME, Database
 from torchtitan_rl_ft.journal.errors import JournalCorrupt, JournalStateError, JournalWriteError
 from torchtitan_rl_ft.journal.history import History
 from torchtitan_rl_ft.journal.owner import OwnerLock
+from torchtitan_rl_ft.journal.partials import Partials, forget
 from torchtitan_rl_ft.journal.protocol import BatchRef
 from torchtitan_rl_ft.journal.records import BatchCorrupt, SealedBatch, digest
 from torchtitan_rl_ft.observability.events import EventSink, Kind
@@ -65,7 +66,7 @@ class SealedInfo:
         return BatchRef(self.batch_id, self.digest)
 
 
-class Journal(History):
+class Journal(History, Partials):
     """Use `Journal.open`. One writer; every method that changes something is one durable
     transaction and then emits its events, so an event never tells of what is not on disk.
 
@@ -180,6 +181,7 @@ class Journal(History):
                     group_id,
                 ),
             )
+            forget(db, group_id)
             if cursor is not None:
                 _save_cursor(db, cursor)
         self._changed()
@@ -207,6 +209,7 @@ class Journal(History):
                 " changed_wall_s = ? WHERE id = ?",
                 (reason, self._wall_s(), group_id),
             )
+            forget(db, group_id)
         self._events.emit(Kind.DROP, cause=reason, group=group_id)
         self._changed()
 

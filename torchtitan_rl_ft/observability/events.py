@@ -34,6 +34,7 @@ class Kind(StrEnum):
     FAULT = "fault"  # something was found broken; data: subject; cause
     PHASE = "phase"  # a role entered a phase; phase, step
     ISSUE = "issue"  # prompts were drawn from the data source; data: groups
+    PARTIAL = "partial"  # phase: resume, discard; unfinished samples; cause; data: group, tokens
     ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group
     DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
     SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens

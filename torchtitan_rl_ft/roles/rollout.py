@@ -37,6 +37,7 @@ from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
 from torchtitan_rl_ft.rollout.initial_policy import announce_initial_policy
 from torchtitan_rl_ft.rollout.judging import Judge
 from torchtitan_rl_ft.rollout.loop import LoopSettings, RolloutLoop
+from torchtitan_rl_ft.rollout.partials import PartialKeeper
 from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
 from torchtitan_rl_ft.rollout.protocols import PluginContext
 from torchtitan_rl_ft.rollout.replay import DumpReplay, DumpSource
@@ -208,7 +209,11 @@ class _Parts:
             _sampling(resolved),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
+            on_discarded=lambda name, cause, tokens: events.emit(
+                Kind.PARTIAL, phase="discard", cause=cause, subject=name, tokens=tokens
+            ),
         )
+        interval_tokens = resolved.sections.recovery.partial_interval_tokens
         check = EngineCheck(
             client,
             events,
@@ -233,6 +238,7 @@ class _Parts:
                 events,
                 engine_check=check,
                 dumps=dumps,
+                partials=PartialKeeper(ledger.journal, events, interval_tokens),
             )
         except ValueError as e:
             spec = resolved.sections.rl.data_source
@@ -355,6 +361,7 @@ def _sampling(resolved: Resolved) -> Sampling:
         run_seed=rl.seed,
         timeout_s=rollout.request_timeout_s,
         max_failures=rl.max_prompt_failures,
+        partial_interval_tokens=resolved.sections.recovery.partial_interval_tokens,
     )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import aiohttp
+
+from torchtitan_rl_ft.journal.partials import Piece
 
 GRACE_S = 10.0
 """Beyond a request's own limit, for the answer to travel."""
@@ -32,6 +35,21 @@ class GenerationFailed(Exception):
     """Serving answered, but not with usable samples of this prompt."""
 
 
+Keep = Callable[[Sequence[Piece]], None]
+
+LINES = "application/x-ndjson"
+
+
+@dataclass(frozen=True)
+class HeldSample:
+    """What there is of a sample. The lists have one length."""
+
+    output_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: str | None = None
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     request_id: str
@@ -40,6 +58,11 @@ class GenerateRequest:
     sampling: Mapping[str, Any]  # SGLang's names
     seeds: Sequence[int] | None  # one for each sample
     timeout_s: float
+    held: Sequence[HeldSample] = ()
+    """What there is of each sample already, or nothing."""
+
+    partial_interval_tokens: int = 0
+    """`keep` is told before it lacks so many tokens of a sample. 0: not at all."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +89,11 @@ class ServedPolicy:
 class Generator(Protocol):
     """What the rollout loop needs of serving."""
 
-    async def generate(self, request: GenerateRequest) -> list[Generated]:
-        """Raises ServingUnavailable, GenerationFailed."""
+    async def generate(
+        self, request: GenerateRequest, keep: Keep = lambda pieces: None
+    ) -> list[Generated]:
+        """`keep` is given what comes of unfinished samples, and is called no more once this has
+        returned. Raises ServingUnavailable, GenerationFailed."""
         ...
 
     async def policy(self, after: int, timeout_s: float) -> ServedPolicy | None:
@@ -99,8 +125,10 @@ class ServingClient:
         self._session, self._find_url, self._on_awaited = session, find_url, on_awaited
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    async def generate(self, request: GenerateRequest) -> list[Generated]:
-        body = {
+    async def generate(
+        self, request: GenerateRequest, keep: Keep = lambda pieces: None
+    ) -> list[Generated]:
+        body: dict[str, Any] = {
             "request_id": request.request_id,
             "input_ids": list(request.input_ids),
             "n": request.n,
@@ -108,8 +136,12 @@ class ServingClient:
             "seeds": None if request.seeds is None else list(request.seeds),
             "timeout_s": request.timeout_s,
         }
+        if request.partial_interval_tokens:
+            body["partial_interval_tokens"] = request.partial_interval_tokens
+        if request.held:
+            body["held"] = [asdict(h) for h in request.held]
         answer = await self._request(
-            "POST", "/v1/generate", timeout_s=request.timeout_s + GRACE_S, json=body
+            "POST", "/v1/generate", keep, timeout_s=request.timeout_s + GRACE_S, json=body
         )
         return checked_samples(answer, request.n)
 
@@ -164,7 +196,15 @@ class ServingClient:
         )
         return int(answer["version"])
 
-    async def _request(self, method: str, path: str, *, timeout_s: float, **kwargs: Any) -> Any:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        keep: Keep = lambda pieces: None,
+        *,
+        timeout_s: float,
+        **kwargs: Any,
+    ) -> Any:
         url = self._find_url()
         if url is None:
             raise ServingUnavailable("the serving role has not come up")
@@ -177,20 +217,50 @@ class ServingClient:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
                 **kwargs,
             ) as response:
-                status, text = response.status, await response.text()
-                answer = await response.json() if response.ok else None
+                if response.content_type == LINES:
+                    status, text, answer = await _last_line(response, keep)
+                else:
+                    status, text = response.status, await response.text()
+                    answer = await response.json() if response.ok else None
         except TimeoutError as e:
             waited_s = time.monotonic() - started
             raise GenerationFailed(f"no answer from {path} within {waited_s:.0f} s") from e
         except (aiohttp.ClientError, OSError) as e:
             raise ServingUnavailable(f"{path}: {type(e).__name__}: {e}") from e
-        except ValueError as e:
-            raise GenerationFailed(f"{path}: the answer is not JSON: {e}") from e
+        except (ValueError, KeyError, TypeError) as e:
+            raise GenerationFailed(f"{path}: the answer is not understood: {e}") from e
         if status == 503:
             raise ServingUnavailable(f"{path}: {text[:200]}")
         if status != 200:
             raise GenerationFailed(f"{path}: status {status}: {text[:200]}")
         return answer
+
+
+async def _last_line(response: aiohttp.ClientResponse, keep: Keep) -> tuple[int, str, Any]:
+    """(status, error, answer) of an answer in lines; `keep` is given the others as they come.
+    Raises aiohttp.ClientError when it breaks off."""
+    parts: list[bytes] = []
+    async for data in response.content.iter_any():
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            said = json.loads(b"".join([*parts, end]))
+            parts.clear()
+            if "partial" not in said:
+                return int(said.get("status", response.status)), str(said.get("error")), said
+            keep([_piece(p) for p in said["partial"]])
+        parts.append(rest)
+    raise aiohttp.ClientPayloadError("the answer broke off")
+
+
+def _piece(said: Mapping[str, Any]) -> Piece:
+    """Raises KeyError, TypeError, ValueError."""
+    ids = [int(i) for i in said["output_ids"]]
+    logprobs, versions = [float(x) for x in said["logprobs"]], [int(v) for v in said["versions"]]
+    if not len(ids) == len(logprobs) == len(versions):
+        raise ValueError("the lists of an unfinished sample differ in length")
+    return Piece(
+        int(said["index"]), int(said["start"]), ids, logprobs, versions, said["finish_reason"]
+    )
 
 
 def checked_samples(answer: Mapping[str, Any], n: int) -> list[Generated]:

@@ -22,6 +22,7 @@ from torchtitan_rl_ft.rollout.generation import (
     sample_seed,
 )
 from torchtitan_rl_ft.rollout.judging import Judge, RewardFailed
+from torchtitan_rl_ft.rollout.partials import Unfinished
 from torchtitan_rl_ft.rollout.protocols import Prompt, Response
 from torchtitan_rl_ft.rollout.sealing import Sample, group_arrays
 
@@ -35,12 +36,13 @@ class Sampling:
     run_seed: int
     timeout_s: float
     max_failures: int
+    partial_interval_tokens: int = 0
 
     @property
     def greedy(self) -> Sampling:
         """One answer per prompt, the likeliest token each time."""
         params = {**self.params, "temperature": 0.0, "top_p": 1.0, "top_k": 1}
-        return dataclasses.replace(self, samples=1, params=params)
+        return dataclasses.replace(self, samples=1, params=params, partial_interval_tokens=0)
 
 
 @dataclass(frozen=True)
@@ -73,28 +75,49 @@ class GroupRollout:
         *,
         on_unavailable: Callable[[str], None],
         on_available: Callable[[], None],
+        on_discarded: Callable[[str, str, int], None] = lambda name, cause, tokens: None,
     ) -> None:
         """`on_unavailable(reason)` is told of each try that found no serving, `on_available` of
-        each answer: the caller decides how long that may go on."""
+        each answer: the caller decides how long that may go on. `on_discarded(name, cause,
+        tokens)` is told of unfinished samples that are not gone on with."""
         self._generator, self._tokenizer = generator, tokenizer
         self._judge, self._sampling = judge, sampling
+        self._on_discarded = on_discarded
         self._on_unavailable, self._on_available = on_unavailable, on_available
+
+    @property
+    def samples(self) -> int:
+        """Of a group."""
+        return self._sampling.samples
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self._tokenizer.encode(prompt.text, add_special_tokens=False).ids
 
-    async def run(self, name: str, prompt: Prompt, *, greedy: bool = False) -> RolledOut | Dropped:
+    async def run(
+        self,
+        name: str,
+        prompt: Prompt,
+        *,
+        greedy: bool = False,
+        unfinished: Unfinished | None = None,
+        why_useless: Callable[[int], str | None] = lambda oldest_version: None,
+    ) -> RolledOut | Dropped:
         """Generate and judge until it works or `max_failures` tries have failed.
 
-        `name` names the group in request ids. Waits while serving is unavailable.
+        `name` names the group in request ids. Waits while serving is unavailable. Every try goes
+        on from what is `unfinished`, unless `why_useless` of its oldest version says why not, or
+        nothing came of it.
         """
         sampling = self._sampling.greedy if greedy else self._sampling
         input_ids = self.encode(prompt)
+        unfinished = unfinished or Unfinished(sampling.samples)
         failures = unavailable = 0
         while True:
-            request = self._request(f"{name}.{failures}", input_ids, prompt, sampling)
+            self._discard_useless(name, unfinished, why_useless)
+            unfinished.grew = False
+            request = self._request(f"{name}.{failures}", input_ids, prompt, sampling, unfinished)
             try:
-                generated = await self._generator.generate(request)
+                generated = await self._generator.generate(request, unfinished.take)
                 self._on_available()
                 return await self._judged(prompt, input_ids, generated, filtered=not greedy)
             except ServingUnavailable as e:
@@ -103,20 +126,41 @@ class GroupRollout:
                 unavailable += 1
             except (GenerationFailed, RewardFailed) as e:
                 failures += 1
+                if not unfinished.grew:  # it may be the fault of what it was to go on from
+                    unfinished.clear()
                 if failures >= sampling.max_failures:
                     kind = "generation" if isinstance(e, GenerationFailed) else "reward"
                     return Dropped(f"{kind} failed {failures} times, the last one: {e}")
                 await pause(failures - 1)
 
+    def _discard_useless(
+        self, name: str, unfinished: Unfinished, why_useless: Callable[[int], str | None]
+    ) -> None:
+        oldest = unfinished.oldest_version
+        if oldest is not None and (cause := why_useless(oldest)) is not None:
+            self._on_discarded(name, cause, unfinished.clear())
+
     def _request(
-        self, request_id: str, input_ids: Sequence[int], prompt: Prompt, sampling: Sampling
+        self,
+        request_id: str,
+        input_ids: Sequence[int],
+        prompt: Prompt,
+        sampling: Sampling,
+        unfinished: Unfinished,
     ) -> GenerateRequest:
         seeds = [
             sample_seed(sampling.run_seed, prompt.epoch, prompt.index, i)
             for i in range(sampling.samples)
         ]
         return GenerateRequest(
-            request_id, input_ids, sampling.samples, sampling.params, seeds, sampling.timeout_s
+            request_id,
+            input_ids,
+            sampling.samples,
+            sampling.params,
+            seeds,
+            sampling.timeout_s,
+            unfinished.held(),
+            sampling.partial_interval_tokens,
         )
 
     async def _judged(

@@ -29,6 +29,7 @@ from torchtitan_rl_ft.rollout.engine_check import EngineCheck
 from torchtitan_rl_ft.rollout.evaluation import evaluate
 from torchtitan_rl_ft.rollout.generation import ServedPolicy
 from torchtitan_rl_ft.rollout.group_rollout import Dropped, GroupRollout
+from torchtitan_rl_ft.rollout.partials import PartialKeeper
 from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
 from torchtitan_rl_ft.rollout.protocols import DataSource, HeldOutSource, Prompt
 from torchtitan_rl_ft.rollout.sealing import AcceptedGroup, seal
@@ -78,6 +79,7 @@ class RolloutLoop:
         *,
         engine_check: EngineCheck | None = None,
         dumps: DumpWriter | None = None,
+        partials: PartialKeeper | None = None,
         mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up what the journal holds: the source's position, pending prompts (rolled out
@@ -87,7 +89,7 @@ class RolloutLoop:
         self._source, self._rollout, self._watch = source, rollout, watch
         self._starvation, self._settings, self._events = starvation, settings, events
         self._rules, self._engine_check = settings.rules, engine_check
-        self._dumps = dumps
+        self._dumps, self._partials = dumps, partials
         self._mono_s = mono_s
         self._wake = asyncio.Event()
         self._queue: deque[PromptGroup] = deque(self._journal.pending())
@@ -143,6 +145,8 @@ class RolloutLoop:
         """Until the ledger has an outcome. Raises RolloutStalled, JournalError, DumpWriteError;
         tasks are ended in every case."""
         self._beside = [asyncio.create_task(self._watch.run())]
+        if self._partials is not None:
+            self._beside.append(asyncio.create_task(self._partials.run()))
         if self._dumps is not None:
             self._dumps.take_up()
             self._beside.append(asyncio.create_task(self._dumps.run()))
@@ -320,7 +324,12 @@ class RolloutLoop:
             self._groups[group.group_id] = group
 
     async def _roll_out(self, group_id: int, prompt: Prompt) -> None:
-        result = await self._rollout.run(f"group-{group_id}", prompt)
+        unfinished = None
+        if self._partials is not None:
+            unfinished = self._partials.of(group_id, self._rollout.samples)
+        result = await self._rollout.run(
+            f"group-{group_id}", prompt, unfinished=unfinished, why_useless=self._why_useless
+        )
         if isinstance(result, Dropped):
             self._drop(group_id, result.reason)
             return
@@ -335,6 +344,16 @@ class RolloutLoop:
         )
         self._starvation.accepted()
         self._events.emit(Kind.ACCEPT, version=result.min_version, group=group_id)
+
+    def _why_useless(self, oldest_version: int) -> str | None:
+        """Why samples with tokens of that version can go into no batch any more, or None."""
+        policy = self._policy()
+        if policy is None:
+            return None
+        age = schedule.version_at(policy, len(self._journal.plan)) - oldest_version
+        if age <= self._rules.max_age:
+            return None
+        return f"too old: policy age {age}, at most {self._rules.max_age}"
 
     def _drop(self, group_id: int, reason: str) -> None:
         self._started_mono_s.pop(group_id, None)

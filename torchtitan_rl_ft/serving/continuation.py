@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.serving.progress import stream_limit
 from torchtitan_rl_ft.serving.requests import GenerateRequest
 from torchtitan_rl_ft.serving.samples import Draft
 
@@ -61,6 +63,12 @@ def request_body(
     all samples of a request. Otherwise the prompt goes once: its cache is shared. Nothing is
     streamed when an engine would tell the first token and the end only.
     """
+    if request.partial_interval_tokens:
+        own = stream_limit(request.partial_interval_tokens, interval_tokens)[0]
+        if own < interval_tokens:
+            interval_tokens = own
+            sampling = {**request.sampling, "stream_interval": own}
+            request = replace(request, sampling=sampling)
     begun = any(drafts[i].output_ids for i in missing)
     longest = request.max_new_tokens - min(len(drafts[i].output_ids) for i in missing)
     if request.seeds is None and not begun:

@@ -22,9 +22,20 @@ class RequestFailed(Exception):
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a caller has of a sample from an earlier answer. The lists have one length."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt group; `seeds` has one integer for each, or is None. `sampling`
-    has SGLang's names and values; the three that are read here have to be of the right type."""
+    has SGLang's names and values; the three that are read here have to be of the right type.
+    `held` has one entry for each sample, from which it goes on, or is empty."""
 
     request_id: str
     input_ids: list[int]
@@ -33,6 +44,10 @@ class GenerateRequest:
     seeds: list[int] | None
     timeout_s: float
     group: str = POLICY
+    held: tuple[Held, ...] = ()
+    partial_interval_tokens: int = 0
+    """The caller is told of unfinished samples: at no time does it lack more tokens of one than
+    this. 0: it is told at the end."""
 
     @property
     def max_new_tokens(self) -> int:

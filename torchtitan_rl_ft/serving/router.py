@@ -22,6 +22,7 @@ from torchtitan_rl_ft.serving.gateway import Gateway
 from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
 from torchtitan_rl_ft.serving.pair import Server
 from torchtitan_rl_ft.serving.pool import EnginePool
+from torchtitan_rl_ft.serving.progress import Progress
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
 
@@ -68,11 +69,15 @@ class Work:
     """A request in work."""
 
     request: GenerateRequest
-    drafts: list[Draft]
+    progress: Progress
     avoid: set[int] = field(default_factory=set)  # slots that failed it
     failures: int = 0
     aborts: int = 0
     fault: str = "no engine serves"
+
+    @property
+    def drafts(self) -> list[Draft]:
+        return self.progress.drafts
 
     @property
     def missing(self) -> list[int]:
@@ -107,22 +112,26 @@ class Router:
         self._pool, self._changes, self._events = pool, changes, events
         self._engine_timeout_s, self._interval_tokens = engine_timeout_s, interval_tokens
         self._stops, self._gateway, self._clock = stops, gateway, clock
+        self.drawn_tokens = 0
+        """Received from engines."""
         self.wasted_tokens = 0
         """Received from engines and thrown away."""
         self.continued_tokens = 0
         """Received from engines that did not finish the sample, and kept."""
 
-    async def generate(self, request: GenerateRequest) -> list[Sample]:
+    async def generate(
+        self, request: GenerateRequest, progress: Progress | None = None
+    ) -> list[Sample]:
         """All samples, in the order of the seeds. What an engine did not finish goes on at another
-        one from the tokens that it gave. Raises RequestRejected, RequestFailed."""
-        work = Work(request, [Draft() for _ in range(request.n)])
-        done = False
+        one from the tokens that it gave; `progress` shows them as they come. Raises
+        RequestRejected, RequestFailed."""
+        work = Work(request, progress or Progress(request))
         try:
             await self._carry_out(work)
-            done = True
-        finally:
-            if not done:
-                self.wasted_tokens += sum(len(draft.output_ids) for draft in work.drafts)
+        except BaseException as e:
+            if not (request.partial_interval_tokens and isinstance(e, RequestFailed)):
+                self.wasted_tokens += work.progress.untold  # else the caller is told the rest
+            raise
         return [draft.sample() for draft in work.drafts]
 
     async def _carry_out(self, work: Work) -> None:
@@ -132,9 +141,12 @@ class Router:
             engine = await self._pick(work, end)
             if engine is None:
                 break
+            stops = self._stops[engine.group.name]
+            if request.held and not self._open(work, stops):
+                return
             legs = [Leg(work.drafts[i], engine.name, engine.version or 0) for i in work.missing]
             failed = await self._attempt(engine, work, legs, end)
-            self._settle(work, legs, self._stops[engine.group.name])
+            self._settle(work, legs, stops)
             if not work.missing:
                 return
             if failed:
@@ -162,7 +174,7 @@ class Router:
         RequestRejected."""
         body = request_body(work.request, work.drafts, work.missing, self._interval_tokens)
         try:
-            await self._ask(engine, body, legs, end)
+            await self._ask(engine, body, legs, end, work.progress)
         except EngineRefused as e:
             if _final(e) and not work.tokens:
                 raise RequestRejected(e.message) from e
@@ -205,7 +217,12 @@ class Router:
         return choose(serving(), work.avoid)
 
     async def _ask(
-        self, engine: Way, body: dict[str, Any], legs: Sequence[Leg], end: float
+        self,
+        engine: Way,
+        body: dict[str, Any],
+        legs: Sequence[Leg],
+        end: float,
+        progress: Progress,
     ) -> None:
         """Have the engine carry on with the legs, until it has ended each, or is retired: what it
         says after that is not used."""
@@ -217,8 +234,10 @@ class Router:
             if not isinstance(index, int) or not 0 <= index < len(legs):
                 raise AnswerInvalid(f"{engine.name}: sample {index!r} was not asked for")
             legs[index].engine = engine.name
-            if legs[index].take(message):
+            if new := legs[index].take(message):
+                self.drawn_tokens += new
                 engine.made_progress()
+            progress.changes.notify()
 
         limit_s = max(0.001, min(self._engine_timeout_s, end - self._clock()))
         answer = asyncio.create_task(engine.client.generate(body, take, limit_s))
@@ -235,6 +254,12 @@ class Router:
             engine.end(len(legs))
         if not all(leg.ended for leg in legs):
             raise AnswerInvalid(f"{engine.name} did not answer all of {len(legs)} samples")
+
+    def _open(self, work: Work, stops: Collection[int]) -> bool:
+        """Whether anything is missing of what the caller holds."""
+        for i in work.missing:
+            settle(work.drafts[i], work.request, stops)
+        return bool(work.missing)
 
     def _settle(self, work: Work, legs: Sequence[Leg], stops: Collection[int]) -> None:
         """Count what the engine left unfinished, and keep it where it can go on."""

@@ -12,17 +12,17 @@ from aiohttp import web
 
 from torchtitan_rl_ft.config.groups import POLICY
 from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.serving.answers import Answer, Told
 from torchtitan_rl_ft.serving.memory import ReleaseFailed
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
+from torchtitan_rl_ft.serving.progress import Account, Progress
 from torchtitan_rl_ft.serving.releases import PublishLate, PublishRefused
-from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
-from torchtitan_rl_ft.serving.samples import FROZEN_VERSION, Sample
+from torchtitan_rl_ft.serving.requests import GenerateRequest, Held
 from torchtitan_rl_ft.serving.service import NotColocated, ServingService
 
 MAX_LONG_POLL_S = 30.0
 MAX_SAMPLES = 4096
 KEPT_ANSWERS = 256
-ABANDONED_POLL_S = 0.25
 CLOSED_POLL_S = 1.0
 RESERVED_SAMPLING = ("n", "sampling_seed")
 
@@ -39,6 +39,7 @@ class Routes:
     ) -> None:
         self._service, self._stop, self._ownership = service, stop, ownership
         self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._stream_interval_tokens = service.stream_interval_tokens
 
     def table(self) -> list[web.RouteDef]:
         return [
@@ -99,26 +100,27 @@ class Routes:
             return web.json_response({**answer, "awaits_publish": f"damaged version {damaged}"})
         return web.json_response(await self._service.wait_version(after, timeout_s))
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         """A repeated request joins the first one, or gets its samples while their version is the
         current one, instead of generating again. When every caller has gone, so does the request,
-        also in the engine."""
+        also in the engine. A caller that wants to be told of unfinished samples gets a stream of
+        lines as soon as there is something to tell."""
         asked = _generate_request(await _body(request))
         admission = self._service.admission
         if not await admission.opened(asked.timeout_s):
             raise RequestError(503, f"no request was taken: {admission.closed}")
         answer = self._answers.get(asked.request_id)
         if answer is None or not answer.serves(asked, self._service.version):
-            answer = Answer(asked, asyncio.create_task(self._service.generate(asked)))
+            progress = Progress(asked)
+            answer = Answer(
+                asked, progress, asyncio.create_task(self._service.generate(asked, progress))
+            )
             self._answers[asked.request_id] = answer
             self._forget_old()
-        try:
-            samples = await answer.join(request)
-        except RequestRejected as e:
-            raise RequestError(400, str(e)) from e
-        except RequestFailed as e:
-            raise RequestError(502 if e.tried else 503, str(e)) from e
-        return web.json_response({"samples": [s.to_json() for s in samples]})
+        if asked.partial_interval_tokens:
+            told = Told(request, Account(answer.progress, asked, self._stream_interval_tokens))
+            return await told.of(answer)
+        return web.json_response(await answer.result(request))
 
     def _forget_old(self) -> None:
         for request_id, answer in list(self._answers.items()):
@@ -151,42 +153,6 @@ class Routes:
         return web.json_response({})
 
 
-class Answer:
-    """A generate request in work, and those who wait for it."""
-
-    def __init__(self, asked: GenerateRequest, task: asyncio.Task[list[Sample]]) -> None:
-        self._asked, self._task = asked, task
-        self._waiting = 0
-
-    @property
-    def done(self) -> bool:
-        return self._task.done()
-
-    def serves(self, asked: GenerateRequest, version: int) -> bool:
-        """Whether it is, or will be, the answer to `asked` under the current `version`."""
-        if asked != self._asked or self._task.cancelling():
-            return False
-        if not self.done:
-            return True
-        if self._task.cancelled() or self._task.exception() is not None:
-            return False
-        current = (version, FROZEN_VERSION)
-        return all(s.max_version in current for s in self._task.result())
-
-    async def join(self, request: web.Request) -> list[Sample]:
-        self._waiting += 1
-        try:
-            while not self.done:
-                await asyncio.wait({self._task}, timeout=ABANDONED_POLL_S)
-                if request.transport is None or request.transport.is_closing():
-                    raise RequestError(499, "the caller has gone")
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._task.cancel()  # nothing, when it is done
-        return self._task.result()
-
-
 # Bodies ---------------------------------------------------------------------------------------
 
 
@@ -217,7 +183,40 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
         seeds,
         _number(body, "timeout_s"),
         group,
+        _held(body, n),
+        _partial_interval_tokens(body),
     )
+
+
+def _partial_interval_tokens(body: dict[str, Any]) -> int:
+    value = body.get("partial_interval_tokens", 0)
+    if type(value) is not int or value < 0:
+        raise RequestError(400, f"partial_interval_tokens is {value!r}: an integer from 0 on")
+    return value
+
+
+def _held(body: dict[str, Any], n: int) -> tuple[Held, ...]:
+    given = body.get("held") or []
+    try:
+        held = tuple(
+            Held(
+                [int(i) for i in h["output_ids"]],
+                [float(x) for x in h["logprobs"]],
+                [int(v) for v in h["versions"]],
+                None if h["finish_reason"] is None else str(h["finish_reason"]),
+            )
+            for h in given
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise RequestError(400, f"held is not understood: {type(e).__name__}: {e}") from e
+    if len(held) not in (0, n):
+        raise RequestError(400, f"held has {len(held)} entries for {n} samples")
+    for h in held:
+        if not len(h.output_ids) == len(h.logprobs) == len(h.versions):
+            raise RequestError(400, "held has a sample whose lists differ in length")
+        if h.versions and min(h.versions) < 1:
+            raise RequestError(400, "held has a version below 1: those of the policy count from 1")
+    return held
 
 
 def _check_lengths(sampling: dict[str, Any]) -> None:

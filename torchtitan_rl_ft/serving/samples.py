@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchtitan_rl_ft.serving.requests import Held
+
 ABORTED = "abort"
 
 FROZEN_VERSION = 0
@@ -50,9 +52,20 @@ class Draft:
     version: int = 0
     """The newest version that was seen: that of a sample without tokens."""
 
+    revised: list[int] = field(default_factory=list)
+    """Lengths up to which it stayed as it was, each time that its end was changed."""
+
+    @classmethod
+    def of(cls, held: Held) -> Draft:
+        return cls(
+            list(held.output_ids), list(held.logprobs), list(held.versions), held.finish_reason
+        )
+
     def cut(self, length: int) -> int:
         """Forget the end, and that it was finished; returns the number of tokens forgotten."""
         forgotten = len(self.output_ids) - length
+        if forgotten or self.finish_reason is not None:
+            self.revised.append(length)
         for values in (self.output_ids, self.logprobs, self.versions):
             del values[length:]
         self.finish_reason = None
@@ -120,7 +133,7 @@ class Leg:
         if spans is None:
             draft.versions += [min(newest, self._newest)] * len(ids)
         else:
-            draft.versions[self._start :] = self._spanned(spans, self.tokens + len(ids))
+            self._correct(self._spanned(spans, self.tokens + len(ids)))
         draft.output_ids += ids
         draft.logprobs += logprobs
         draft.version = self._newest = newest
@@ -128,6 +141,15 @@ class Leg:
         draft.finish_reason = reason if reason != ABORTED else None
         self.ended = reason is not None
         return len(ids)
+
+    def _correct(self, versions: list[int]) -> None:
+        """Replace the leg's versions by those that SGLang names at its end."""
+        draft, start = self.draft, self._start
+        known = draft.versions[start:]
+        wrong = (i for i, (a, b) in enumerate(zip(known, versions, strict=False)) if a != b)
+        if (first := next(wrong, None)) is not None:
+            draft.revised.append(start + first)
+        draft.versions[start:] = versions
 
     def _new_tokens(
         self, message: dict[str, Any], *, aborted: bool

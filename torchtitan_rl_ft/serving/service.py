@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.admission import Admission
 from torchtitan_rl_ft.serving.adoption import Inheritance, inherit
 from torchtitan_rl_ft.serving.changes import Changes
-from torchtitan_rl_ft.serving.continuation import stop_tokens
+from torchtitan_rl_ft.serving.continuation import can_continue, stop_tokens
 from torchtitan_rl_ft.serving.deregistration import Deregistration
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
@@ -35,6 +35,7 @@ from torchtitan_rl_ft.serving.loans import FILE_NAME as LOANS_FILE
 from torchtitan_rl_ft.serving.loans import Loans
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
+from torchtitan_rl_ft.serving.progress import Progress
 from torchtitan_rl_ft.serving.releases import Announcement, Releases
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
 from torchtitan_rl_ft.serving.router import Router
@@ -313,13 +314,23 @@ class ServingService:
 
     # Generation -----------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> list[Sample]:
-        """Raises RequestRejected, RequestFailed."""
+    @property
+    def stream_interval_tokens(self) -> int:
+        return self._rollout.stream_interval_tokens
+
+    async def generate(
+        self, request: GenerateRequest, progress: Progress | None = None
+    ) -> list[Sample]:
+        """`progress` shows what there is of the samples as it comes. Raises RequestRejected,
+        RequestFailed."""
         try:
             groups = chosen(self._groups, request.group)
         except GroupUnknown as e:
             raise RequestRejected(str(e)) from e
-        self._check_tokens(request, min(self._vocabularies[g.name] for g in groups))
+        vocabulary = min(self._vocabularies[g.name] for g in groups)
+        self._check_tokens(request.input_ids, vocabulary)
+        if request.held:
+            self._check_held(request, vocabulary, groups)
         # Its owner has done with the batch, which the trainer refused: another one is wanted.
         self.pool.take_memory_back()
         if not self._rollout.external_urls and not all(self._launcher.seeded(g) for g in groups):
@@ -329,13 +340,25 @@ class ServingService:
             # the same seed.
             seeds = [self._random.randint(0, MAX_SEED) for _ in range(request.n)]
             request = replace(request, seeds=seeds)
-        return await self._router.generate(request)
+        return await self._router.generate(request, progress)
 
-    def _check_tokens(self, request: GenerateRequest, vocabulary: int) -> None:
+    def _check_held(
+        self, request: GenerateRequest, vocabulary: int, groups: Sequence[EngineGroup]
+    ) -> None:
+        """Whether the caller's part of each sample can go on."""
+        if not can_continue(request.sampling):
+            raise RequestRejected("samples drawn like this cannot go on from held tokens")
+        if not all(takes_versions(g) for g in groups):
+            raise RequestRejected("held tokens are of the policy")
+        for held in request.held:
+            if held.output_ids:
+                self._check_tokens(held.output_ids, vocabulary)
+
+    def _check_tokens(self, tokens: Sequence[int], vocabulary: int) -> None:
         """A token outside the vocabulary ends SGLang's scheduler on a CPU."""
-        if not request.input_ids:
+        if not tokens:
             raise RequestRejected("input_ids is empty")
-        low, high = min(request.input_ids), max(request.input_ids)
+        low, high = min(tokens), max(tokens)
         if low < 0 or high >= vocabulary:
             raise RequestRejected(
                 f"input_ids has token {low if low < 0 else high}; the model's vocabulary is "
@@ -354,6 +377,7 @@ class ServingService:
             "gateway": self.gateway.to_json() if self.gateway is not None else None,
             "engines": [slot.to_json() for slot in self.pool.slots],
             "in_flight": sum(e.in_flight for e in self.pool.engines),
+            "drawn_tokens": self._router.drawn_tokens,
             "wasted_tokens": self._router.wasted_tokens,
             "continued_tokens": self._router.continued_tokens,
         }
