@@ -240,7 +240,8 @@ class Ledger:
     def attach(self, member: Member) -> AttachAnswer:
         """A new process asks what to load."""
         self._find_unreported()
-        self.journal.forget_members(self._members.forget_dead())
+        gone = [*self._members.succeeded_by(member), *self._members.forget_dead()]
+        self.journal.forget_members(gone)
         self.journal.add_member(member)
         self._members.holds(member, State(0, GENESIS), "starting")
         answer = protocol.decide_attach(self.view(), member.uuid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchtitan_rl_ft.journal.protocol import MemberView, State
 from torchtitan_rl_ft.journal.records import Member
@@ -75,6 +75,18 @@ class Members:
 
     def views(self) -> list[MemberView]:
         return [MemberView(u, self.alive(u), e.state) for u, e in self._entries.items()]
+
+    def succeeded_by(self, member: Member) -> list[str]:
+        """Drop the members that its process was before (an in-process restart): what they held is
+        gone. Returns their uuids."""
+        old = [
+            uuid
+            for uuid, e in self._entries.items()
+            if e.member == replace(member, uuid=uuid) and uuid != member.uuid
+        ]
+        for uuid in old:
+            del self._entries[uuid]
+        return old
 
     def forget_dead(self) -> list[str]:
         """Drop the members that do not live; returns their uuids."""

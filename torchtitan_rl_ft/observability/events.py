@@ -28,7 +28,8 @@ class Kind(StrEnum):
     SPAWN = "spawn"  # a process was started; data: pid, start_time, log
     READY = "ready"  # a role answers; data: url
     EXIT = "exit"  # a process ended; data: pid, returncode, signal; cause
-    RESTART = "restart"  # a role is being started again; data: attempt, delay_s
+    RESTART = "restart"  # started again; phase: the rung (escalation.py); data: attempt, delay_s
+    ESCALATE = "escalate"  # a rung is used up or skipped; phase: the next one; cause; data: subject
     TRANSITION = "transition"  # a state machine moved; data: subject, old, new; cause
     ANOMALY = "anomaly"  # a number far from those of the steps before; cause; data: what, value
     FAULT = "fault"  # something was found broken; data: subject; cause

@@ -195,7 +195,9 @@ class ReplicaGroup(TorchFTManager):
         """Stop beating, so that the other groups do not wait a heartbeat timeout for us."""
         if self._manager is not None:
             self._manager.shutdown(wait=False)
-            self._manager = None
+            # Its sockets and threads must not outlive it: the process may begin again.
+            self._manager._pg.abort()
+            self._manager = self._client = None
 
 
 def _wait(work: Any) -> None:

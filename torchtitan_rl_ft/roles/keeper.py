@@ -186,6 +186,7 @@ class RoleKeeper:
             restarts_s.append(now_s)
             self._events.emit(
                 Kind.RESTART,
+                phase=verdict.rung,
                 cause=verdict.reason,
                 subject=spec.name,
                 attempt=attempt + 1,
@@ -261,6 +262,9 @@ class RoleKeeper:
         if verdict.action is Action.DONE:
             self._end(Outcome(verdict.exit_code, verdict.reason))
         elif verdict.action is Action.FAIL or (verdict.action is Action.EXPELLED and too_few):
+            self._events.emit(
+                Kind.ESCALATE, phase=verdict.rung, cause=verdict.reason, subject=spec.name
+            )
             cause = (
                 f"{spec.name}: {process.describe(returncode)} ({verdict.reason}); log: {child.log}"
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from torchtitan_rl_ft.escalation import Fault, RestartLimits, Rung, fault_of_exit, next_step
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.process import describe
 
@@ -31,34 +32,13 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True)
-class RestartLimits:
-    """At most `max_restarts` of one role within `window_s`; the first at once, then with
-    pauses that double from `backoff_s` to `backoff_max_s`."""
-
-    max_restarts: int
-    window_s: float
-    backoff_s: float = 1.0
-    backoff_max_s: float = 30.0
-
-    def delay_s(self, recent: int) -> float:
-        """Pause before the next start after `recent` restarts within the window."""
-        if recent == 0:
-            return 0.0
-        return min(self.backoff_s * 2 ** (recent - 1), self.backoff_max_s)
-
-
-@dataclass(frozen=True)
 class Verdict:
     action: Action
     reason: str
     delay_s: float = 0.0
     exit_code: int = ExitCode.DONE
-
-
-_NEVER_RESTARTED = {
-    ExitCode.CONFIG: "the configuration is at fault, a restart would not help",
-    ExitCode.NUMERIC: "stopped on numeric grounds, a restart would not help",
-}
+    rung: Rung | None = None
+    """RESTART, FAIL: what is tried."""
 
 
 def after_exit(
@@ -94,15 +74,15 @@ def after_exit(
             Action.EXPELLED,
             "another group found its results wrong, so it is not started again on this machine",
             exit_code=ExitCode.WRONG_RESULT,
+            rung=Rung.JOB,
         )
-    if returncode is not None and returncode in _NEVER_RESTARTED:
-        code = ExitCode(returncode)
-        return Verdict(Action.FAIL, _NEVER_RESTARTED[code], exit_code=code)
-    recent = sum(now_s - t <= limits.window_s for t in restarts_s)
-    if recent >= limits.max_restarts:
-        reason = f"{recent} restarts within {limits.window_s:g} s are used up"
-        return Verdict(Action.FAIL, reason, exit_code=ExitCode.FAILED)
+    fault = fault_of_exit(returncode)
+    rung = Rung.GROUP if duty is Duty.WORKER else Rung.ROLE
+    step = next_step(fault, limits={rung: limits}, restarts_s={rung: restarts_s}, now_s=now_s)
+    if step.rung is Rung.JOB:
+        code = ExitCode.FAILED if fault is Fault.PROCESS else ExitCode(returncode or 0)
+        return Verdict(Action.FAIL, step.reason, exit_code=code, rung=step.rung)
     reason = describe(returncode)
     if returncode == ExitCode.DONE:
         reason = "it ended although the run goes on"
-    return Verdict(Action.RESTART, reason, delay_s=limits.delay_s(recent))
+    return Verdict(Action.RESTART, reason, delay_s=step.delay_s, rung=step.rung)

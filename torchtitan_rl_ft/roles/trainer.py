@@ -2,7 +2,8 @@
 
 A group of one rank *becomes* the rank, so that its exits and signals pass no middleman. A group
 of several has this launcher above it: the death of any rank ends the group, since the others
-could only wait for it.
+could only wait for it; with `recovery.inprocess_restart` they begin again in place, with a new
+process for the dead one (regrouping.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
+from torchtitan_rl_ft.config.sections import RecoverySection
+from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host import process, regroup
 from torchtitan_rl_ft.host.loop_beats import beating
+from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.roles.lifecycle import COMPLETE
+from torchtitan_rl_ft.roles.regrouping import POLL_S, Regrouping
 from torchtitan_rl_ft.run_folder import (
     ATTEMPT_ENV,
     LIGHTHOUSE_ENV,
@@ -97,6 +102,7 @@ def group_env(
         REPLICA_ENV: str(replica_id),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(master_port),
+        regroup.GENERATION_ENV: "0",
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
@@ -135,9 +141,33 @@ def main(resolved: Resolved) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(command[0], command, rank_env(env, 0))
-    graceful = resolved.sections.recovery.exit_signal_handler
-    group = RankGroup(folder, f"trainer-{section.replica_id}", command, env, graceful=graceful)
-    return asyncio.run(group.run(section.ranks_per_group))
+    name = f"trainer-{section.replica_id}"
+    recovery = resolved.sections.recovery
+    with contextlib.closing(_events(folder, name)) as events:
+        group = RankGroup(
+            folder,
+            name,
+            command,
+            env,
+            graceful=recovery.exit_signal_handler,
+            regrouping=_regrouping(folder, name, recovery, events),
+        )
+        return asyncio.run(group.run(section.ranks_per_group))
+
+
+def _events(folder: RunFolder, name: str) -> EventLog:
+    attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
+    return EventLog(folder.events, run=folder.path.name, role="trainer", name=name, attempt=attempt)
+
+
+def _regrouping(
+    folder: RunFolder, name: str, recovery: RecoverySection, events: EventLog
+) -> Regrouping | None:
+    """None: the death of a rank ends its group."""
+    if not recovery.inprocess_restart:
+        return None
+    limits = RestartLimits(recovery.role_max_restarts, recovery.role_restart_window_s)
+    return Regrouping(folder, name, limits, events, free_port)
 
 
 def _lighthouse_url(folder: RunFolder) -> str:
@@ -156,10 +186,12 @@ class RankGroup:
         env: Mapping[str, str],
         *,
         graceful: bool = False,
+        regrouping: Regrouping | None = None,
     ) -> None:
-        """`graceful`: SIGTERM asks the ranks to leave at a step boundary; SIGINT ends them."""
+        """`graceful`: SIGTERM asks the ranks to leave at a step boundary; SIGINT ends them.
+        `regrouping`: a dead rank is started again alone, the others begin again in place."""
         self._folder, self._name, self._command, self._env = folder, name, command, env
-        self._graceful = graceful
+        self._graceful, self._regrouping = graceful, regrouping
 
     async def run(self, n_ranks: int) -> int:
         """Start the ranks and wait. 0 when all ended with 0, REQUEUE when all have left at a step
@@ -181,7 +213,7 @@ class RankGroup:
             ranks.append(process.spawn(self._command, log=self._log(rank), env=env))
         waits = {asyncio.create_task(c.wait()): rank for rank, c in enumerate(ranks)}
         stop = asyncio.create_task(stopped.wait())
-        failed = await self._first_failure(waits, stop)
+        failed = await self._first_failure(ranks, waits, stop)
         stop.cancel()
         if failed is None:
             left = any(wait.result() == ExitCode.REQUEUE for wait in waits)
@@ -200,23 +232,60 @@ class RankGroup:
         return self._folder.log_file(f"{self._name}.{rank}", attempt)
 
     async def _first_failure(
-        self, waits: dict[asyncio.Task[int], int], stop: asyncio.Task[Any]
+        self,
+        ranks: list[process.Child],
+        waits: dict[asyncio.Task[int], int],
+        stop: asyncio.Task[Any],
     ) -> int | None:
-        pending: set[asyncio.Task[Any]] = {*waits, stop}
-        while pending != {stop}:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for wait in done - {stop}:
-                if (code := wait.result()) not in COMPLETE:
-                    rank = waits[wait]
-                    print(
-                        f"torchtitan: error: {self._name}: rank {rank}: {process.describe(code)}; "
-                        f"log: {self._log(rank)}",
-                        flush=True,
-                    )
+        """`ranks` and `waits` are kept up to date with ranks that are started again."""
+        pending = set(waits)
+        lost: set[int] = set()
+        look_s = None if self._regrouping is None else POLL_S
+        while pending or lost:
+            done, _ = await asyncio.wait(
+                {*pending, stop}, timeout=look_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for wait in done & pending:
+                pending.discard(wait)
+                rank, code = waits[wait], wait.result()
+                if code in COMPLETE:
+                    continue
+                print(
+                    f"torchtitan: error: {self._name}: rank {rank}: {process.describe(code)}; "
+                    f"log: {self._log(rank)}",
+                    flush=True,
+                )
+                if not self._may_restart(rank, code, waits):
                     return code if code > 0 else 128 - code
+                lost.add(rank)
+                del waits[wait]
             if stop in done:
                 return 128 + signal.SIGTERM
+            if self._regrouping is not None:
+                env = self._regrouping.next_env(dict(enumerate(ranks)))
+                if env is not None:
+                    for rank in sorted(lost):
+                        wait = self._start_again(ranks, rank, env)
+                        waits[wait] = rank
+                        pending.add(wait)
+                    lost.clear()
         return None
+
+    def _start_again(
+        self, ranks: list[process.Child], rank: int, env: Mapping[str, str]
+    ) -> asyncio.Task[int]:
+        env = {**rank_env(self._env, rank), **env}
+        ranks[rank] = process.spawn(self._command, log=self._log(rank), env=env)
+        return asyncio.create_task(ranks[rank].wait())
+
+    def _may_restart(self, rank: int, code: int, waits: dict[asyncio.Task[int], int]) -> bool:
+        """Not when another rank has finished: nobody would come to the rendezvous."""
+        finished = any(w.done() and w.result() in COMPLETE for w in waits)
+        return (
+            self._regrouping is not None
+            and not finished
+            and self._regrouping.may_restart(rank, code)
+        )
 
     async def _end(self, ranks: list[process.Child], waits: dict[asyncio.Task[int], int]) -> None:
         trees = [p for rank in ranks for p in (rank.id, *process.descendants(rank.id))]
@@ -224,5 +293,6 @@ class RankGroup:
             if rank.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     rank.send(signal.SIGINT if self._graceful else signal.SIGTERM)
-        await asyncio.wait(waits, timeout=RANK_EXIT_TIMEOUT_S)
+        if waits:
+            await asyncio.wait(waits, timeout=RANK_EXIT_TIMEOUT_S)
         await process.kill_until_gone(trees, time.monotonic() + RANK_EXIT_TIMEOUT_S)

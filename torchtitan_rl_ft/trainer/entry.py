@@ -9,9 +9,13 @@ CPU platform set up before TorchTitan is imported and errors of the set-up told 
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.run_folder import RUN_ENV, RunFolder
 from torchtitan_rl_ft.trainer import watch
 
 
@@ -31,7 +35,7 @@ def main() -> int:
 
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
     try:
-        torchtitan.train.main()
+        _train(torchtitan.train.main)
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
         return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
@@ -45,6 +49,19 @@ def main() -> int:
         print(f"torchtitan: wrong results: {e}", file=sys.stderr)
         return ExitCode.WRONG_RESULT
     return ExitCode.DONE
+
+
+def _train(train: Callable[[], None]) -> None:
+    """Once, or again and again inside this process (`recovery.inprocess_restart`)."""
+    if RUN_ENV in os.environ:
+        run = RunFolder(os.environ[RUN_ENV])
+        recovery = Resolved.read(run.path).sections.recovery
+        if recovery.inprocess_restart:
+            from torchtitan_rl_ft.trainer import inprocess
+
+            inprocess.of_this_rank(train, run, recovery).run()
+            return
+    train()
 
 
 if __name__ == "__main__":
