@@ -1,5 +1,6 @@
 # make run     create the environment, install, train the main job (a few minutes on 2 cores)
 # make test    the same set-up, then the tests
+# make slurm   a job that is preempted and requeued by a real Slurm (needs its packages)
 # make lint    style, types, layers
 #
 # The environment is .venv, or what VENV names. ARGS goes to the command: make run ARGS="--rl.seed 1"
@@ -23,7 +24,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progre
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test test-unit soak lint format rows wheel environment environment-key clean
+.PHONY: run test test-unit soak slurm lint format rows wheel environment environment-key clean
 
 run: environment
 	@$(BIN)/torchtitan run --job.config_file rl_ft.toml --job.dump_folder $(RUN_FOLDER) $(ARGS)
@@ -32,7 +33,7 @@ run: environment
 QUIET_EXIT := PYTHONWARNINGS="ignore:builtin type swig:DeprecationWarning"
 
 test: environment
-	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m "not soak" $(ARGS)
+	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m "not soak and not slurm" $(ARGS)
 
 test-unit: environment
 	@$(BIN)/python -m pytest -q tests/unit $(ARGS)
@@ -41,6 +42,12 @@ soak: environment
 	@mkdir -p benchmarks/results
 	@set -o pipefail; $(BIN)/python -m pytest -m soak -v -rP --durations=0 -p no:warnings $(ARGS) \
 		| sed "s#$(CURDIR)#.#g" | tee benchmarks/results/soak.txt
+
+# A real Slurm of one node, from Debian's packages, started and ended by the test.
+slurm: environment
+	@PATH="$$PATH:/usr/sbin" command -v munged slurmctld slurmd sbatch >/dev/null || { \
+		echo "Slurm is not installed: apt-get install slurmctld slurmd slurm-client munge"; exit 1; }
+	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m slurm $(ARGS)
 
 lint: environment
 	@$(BIN)/ruff check --quiet .

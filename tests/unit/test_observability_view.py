@@ -202,6 +202,9 @@ def test_notices():
     assert notice(line(Kind.FAULT, "serving", cause="no answer", data={"subject": "engine-1"})) == (
         "fault: engine-1: no answer"
     )
+    stop = line(Kind.STOP, "rollout", step=7, cause="SIGTERM")
+    assert notice(stop) == "the job stops after step 7: SIGTERM"
+    assert notice({**stop, "data": {"replica_id": 1}}) == "trainer-1 stops after step 7: SIGTERM"
     assert notice(line(Kind.COMMIT, step=1)) is None
 
 

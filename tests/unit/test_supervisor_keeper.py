@@ -22,6 +22,7 @@ HARNESS = textwrap.dedent(
     from torchtitan_rl_ft.host import process
     from torchtitan_rl_ft.roles.keeper import RoleKeeper, RoleSpec
     from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
+    from torchtitan_rl_ft.roles.exits import GracefulExit
     from torchtitan_rl_ft.run_folder import RunFolder
 
     job = json.loads(sys.argv[1])
@@ -30,13 +31,19 @@ HARNESS = textwrap.dedent(
     process.adopt_orphans()
     specs = [RoleSpec(n, Duty(d), tuple(argv)) for n, d, argv in job["roles"]]
 
+    def ask(reason, timeout_s):
+        (folder.path / "asked").write_text(reason)
+
     async def main():
+        limits_s = job.get("graceful")  # [limit_s, hurry_limit_s]
+        graceful = limits_s and GracefulExit(ask, limit_s=limits_s[0], hurry_limit_s=limits_s[1])
         keeper = RoleKeeper(
             folder, specs, events, env=dict(os.environ),
             limits=RestartLimits(job.get("max_restarts", 2), 60.0, job.get("backoff_s", 0.05)),
             cleanup_timeout_s=job.get("cleanup_timeout_s", 6.0),
             worker_end_timeout_s=job.get("worker_end_timeout_s", 60.0),
             look_over_interval_s=0.2,
+            graceful=graceful,
         )
         return await keeper.run()
 

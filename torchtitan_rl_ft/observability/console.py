@@ -61,6 +61,9 @@ def notice(line: Mapping[str, Any]) -> str | None:
         return f"{subject} ended: {cause} (log: {data.get('log', '?')})"
     if kind == Kind.RESTART:
         return f"{subject} is started again, attempt {data.get('attempt')}"
+    if kind == Kind.STOP:
+        who = "the job" if data.get("replica_id") is None else f"trainer-{data['replica_id']}"
+        return f"{who} stops after step {line.get('step')}: {cause}"
     if kind == Kind.CHAOS:
         return f"chaos: {line.get('phase')}: {cause} ({subject})"
     if kind in (Kind.FAULT, Kind.WARN):
