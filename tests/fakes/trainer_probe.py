@@ -6,7 +6,7 @@ PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much f
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
 "sleep", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself as it enters that
-phase (of that step, 0: any), once.
+phase (of that step, 0: any), once. In semi-sync, see also window_probe.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ torchtitan_cpu.install()
 
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
+import window_probe  # noqa: E402
 
 from torchtitan_rl_ft.trainer import entry  # noqa: E402
 from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
@@ -71,33 +72,46 @@ def obey(order: dict) -> None:
             time.sleep(order["sleep_s"])
 
 
-def main() -> int:
-    obey_orders()
+def append(trainer: RLFaultTolerantTrainer, kind: str, line: dict) -> None:
+    name = f"{kind}-{trainer.ft_manager.replica_id}.{os.environ['RANK']}.jsonl"
+    with open(trainer.run_folder.path / name, "a") as f:
+        f.write(json.dumps(line) + "\n")
+
+
+def held(trainer: RLFaultTolerantTrainer) -> dict:
+    state = trainer.state.state_dict()
+    return {
+        "step": trainer.lineage.step,
+        "token": trainer.lineage.token,
+        "parameters": digest(state["parameters"]),
+        "optimizer": digest(
+            {
+                str(i): t
+                for i, o in enumerate(state["optimizers"])
+                for t in [torch.cat([v.reshape(-1).float() for v in o.values()])]
+            }
+        ),
+        "outer": digest(state["outer"]),
+        "lr": [g["lr"] for groups in state["param_groups"] for g in groups],
+        "scheduler": state["lr_scheduler"],
+    }
+
+
+def probe_commits() -> None:
     committed = RLFaultTolerantTrainer.committed
 
     def probed(self, *args, **kwargs):
         committed(self, *args, **kwargs)
-        state = self.state.state_dict()
-        line = {
-            "step": self.lineage.step,
-            "token": self.lineage.token,
-            "parameters": digest(state["parameters"]),
-            "optimizer": digest(
-                {
-                    str(i): t
-                    for i, o in enumerate(state["optimizers"])
-                    for t in [torch.cat([v.reshape(-1).float() for v in o.values()])]
-                }
-            ),
-            "lr": [g["lr"] for groups in state["param_groups"] for g in groups],
-            "scheduler": state["lr_scheduler"],
-            "manager_step": self.ft_manager._manager.current_step(),
-        }
-        name = f"probe-{self.ft_manager.replica_id}.{os.environ['RANK']}.jsonl"
-        with open(self.run_folder.path / name, "a") as f:
-            f.write(json.dumps(line) + "\n")
+        manager_step = self.ft_manager._manager.current_step()
+        append(self, "probe", {**held(self), "manager_step": manager_step})
 
     RLFaultTolerantTrainer.committed = probed
+
+
+def main() -> int:
+    obey_orders()
+    probe_commits()
+    window_probe.install(held, append)
     trainer_fault.install()
     return entry.main()
 

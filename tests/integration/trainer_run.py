@@ -200,6 +200,10 @@ class TrainerRun:
             self._read[path] = (offset + len(whole), lines)
         return lines
 
+    def window(self, group: int, rank: int = 0) -> list[dict]:
+        """Inner steps, refusals and restores of a group in semi-sync, in order."""
+        return list(self._lines(self.run.path / f"window-{group}.{rank}.jsonl"))
+
     def logs(self) -> str:
         tails = []
         for log in sorted(self.run.path.glob("*.log")):

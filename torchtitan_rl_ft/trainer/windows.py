@@ -191,7 +191,6 @@ class WindowAttempt(Attempt):
     def _inner_step(self, batch: SealedBatch, samples: np.ndarray) -> str:
         """Train on `samples`; returns what was not finite, in which case nothing has changed and
         the samples are still to be done."""
-        self._enter("forward_backward")
         tally = self._window.tally
         weight = float(_sum_by_sample(batch, batch.arrays["weights"])[samples].sum())
         if weight > 0:  # else all their tokens are masked: nothing to learn from
@@ -230,6 +229,7 @@ class WindowAttempt(Attempt):
             length=row_length(batch, self._seq_len, self._fixed_rows),
             count=max(1, *(-(-len(m) // self._rows) for m in mine)),
         ):
+            self._enter("forward_backward")  # it comes forward
             total += float(self._forward_backward(rows).detach())
             if logprobs is not None:
                 unpack(batch, rows, self._loss.take_logprobs(), logprobs)
