@@ -32,6 +32,8 @@ TOKEN_ENV = "TORCHTITAN_RL_FT_TOKEN"
 RUN_ENV = "TORCHTITAN_RL_FT_RUN"
 ATTEMPT_ENV = "TORCHTITAN_RL_FT_ATTEMPT"
 REPLICA_ENV = "TORCHTITAN_RL_FT_REPLICA_ID"
+STANDBY_ENV = "TORCHTITAN_RL_FT_STANDBY"  # NAME:FORM of a trainer process that waits for a place
+STANDBY_PORT_ENV = "TORCHTITAN_RL_FT_STANDBY_PORT"  # where its ranks meet
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"  # torchft's own
 
 
@@ -169,6 +171,12 @@ class RunFolder:
         logs = self.log_file(name, 1).parent.glob("attempt_*.log")
         numbers = [f.stem.removeprefix("attempt_") for f in logs]
         return max((int(n) for n in numbers if n.isdigit()), default=0) + 1
+
+    def link_log(self, name: str, attempt: int, log: Path) -> None:
+        """Let start `attempt` of `name` be found where it writes: at `log`."""
+        link = self.log_file(name, attempt)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(log, link.parent))
 
     # Roles ------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
+
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles.trainer import free_port
@@ -90,18 +92,22 @@ class TrainerRun:
             script = ROOT / "tests/fakes/run_host.py"
             command = [str(script), str(self.run.path), "--steps", str(self.steps), *host_args]
             self._spawn(name, [(command, {})])
-            self.wait_for(lambda: self._alive("rollout"), "the host")
+            self.wait_for(lambda: self.ready("rollout"), "the host")
         elif name == "lighthouse":
             self._spawn(name, [(["-m", "torchtitan_rl_ft", "run", "--role", "lighthouse"], {})])
-            self.wait_for(lambda: self._alive("lighthouse"), "the lighthouse")
+            self.wait_for(lambda: self.ready("lighthouse"), "the lighthouse")
         elif self.launched:
             folder, group = str(self.run.path), name.removeprefix("trainer-")
             role = ["-m", "torchtitan_rl_ft", "run", "--role", "trainer", "--run-folder", folder]
             self._spawn(name, [([*role, "--fault_tolerance.replica_id", group], {})])
         else:
-            group = name.removeprefix("trainer-")
+            if name.startswith("standby-"):
+                own = {"TORCHTITAN_RL_FT_STANDBY": f"{name}:built"}
+                own["TORCHTITAN_RL_FT_STANDBY_PORT"] = str(free_port())
+            else:
+                own = {"TORCHTITAN_RL_FT_REPLICA_ID": name.removeprefix("trainer-")}
             shared = {
-                "TORCHTITAN_RL_FT_REPLICA_ID": group,
+                **own,
                 "WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(free_port()),
@@ -113,7 +119,20 @@ class TrainerRun:
             ]
             self._spawn(name, [(probe, rank) for rank in ranks])
 
-    def _alive(self, role: str) -> bool:
+    def promote(self, standby: str, name: str) -> None:
+        """Give a waiting standby the place of a trainer group, as the supervisor does."""
+        self.wait_for(lambda: self.ready(standby), f"{standby} to be ready")
+        answer = httpx.post(
+            f"{self.run.role(standby).url}/v1/promote",
+            json={"replica_id": int(name.removeprefix("trainer-")), "attempt": 2},
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            trust_env=False,
+        )
+        answer.raise_for_status()
+        self.processes[name] = self.processes.pop(standby)
+
+    def ready(self, role: str) -> bool:
+        """It has registered, and lives."""
         address = self.run.role(role)
         return address is not None and address.alive()
 

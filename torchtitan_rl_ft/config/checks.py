@@ -16,6 +16,7 @@ from torchtitan_rl_ft.config.rules import (
     routing,
     service,
     sizes,
+    standby,
     suspicious,
 )
 from torchtitan_rl_ft.config.rules.job import Job, Machine
@@ -50,6 +51,7 @@ RULES = (
     service.recovery,
     exits.exits,
     service.watching,
+    standby.standby_trainers,
     service.chaos,
     service.secrets,
 )

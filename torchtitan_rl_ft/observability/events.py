@@ -47,8 +47,8 @@ class Kind(StrEnum):
     CONFIRM = "confirm"  # another group reported the same commit
     SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step
     PUBLISH = "publish"  # a policy version was announced; version, step
-    PROMOTE = "promote"  # a standby engine takes the place of a lost one; cause
     LEND = "lend"  # phase: lend, return; an engine's place; cause; data: subject
+    PROMOTE = "promote"  # a standby engine, or trainer, takes the place of a lost one; cause
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     MOVE = "move"  # a request left an engine unfinished; cause; data: request, samples, tokens kept
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path, saved_by (group)

@@ -97,6 +97,10 @@ class ReplicaGroup(TorchFTManager):
     def maybe_set_all_reduce_hook(self, model_parts: list[torch.nn.Module]) -> None:
         """Gradients are summed after the last micro-batch instead (trainer/gradients.py)."""
 
+    def take_place(self, replica_id: int) -> None:
+        """Be this group from now on; before `join`."""
+        self.replica_id = self.config.replica_id = replica_id
+
     def join(self, state: LiveState, token: str, step: int, batches_committed: int) -> None:
         """Build the manager and announce this group. `step`: commits that its state holds;
         `batches_committed`: groups that took part in them, in sum."""

@@ -7,17 +7,18 @@ import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.config.sections import Sections
+from torchtitan_rl_ft.config.sections import RecoverySection, Sections
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles.keeper import RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty
 from torchtitan_rl_ft.roles.session import Session
-from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import RUN_ENV, STANDBY_ENV, TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable
 
 
@@ -128,12 +129,27 @@ def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
     if mode is not DebugMode.TRAIN_ONLY:
         specs.insert(0, _spec(folder, "serving", "serving", Duty.SERVICE))
     if mode is not DebugMode.ROLLOUT_ONLY:
-        specs += trainers
+        specs += [*trainers, *_standby_specs(sections.recovery, folder)]
         if sections.fault_tolerance.enable:
             specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
     if sections.chaos.enable:
         specs.append(_spec(folder, "chaos", "chaos", Duty.SERVICE))
     return specs
+
+
+def _standby_specs(recovery: RecoverySection, folder: RunFolder) -> list[RoleSpec]:
+    """Trainer processes that wait for the place of a lost group."""
+    if recovery.standby == "none":
+        return []
+    spare = recovery.standby == "spare"
+    form, count = ("built", recovery.standby_groups) if spare else ("imported", 1)
+    return [
+        replace(
+            _spec(folder, f"standby-{n}", "trainer", Duty.STANDBY),
+            env={STANDBY_ENV: f"standby-{n}:{form}"},
+        )
+        for n in range(count)
+    ]
 
 
 def _spec(

@@ -28,6 +28,7 @@ from torchtitan_rl_ft.roles.lifecycle import (
     Verdict,
     after_exit,
 )
+from torchtitan_rl_ft.roles.standby import Standby, Standbys
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 
 TERM_GRACE_SHARE = 0.5
@@ -40,6 +41,7 @@ EXIT_PHASES = {
     Action.RESTART: "fault",
     Action.FAIL: "fault",
     Action.EXPELLED: "fault",
+    Action.ABANDON: "fault",
 }
 """`phase` of the EXIT event by what was decided."""
 
@@ -56,6 +58,9 @@ class RoleSpec:
 
     adopt: tuple[ProcessId, Path] | None = None
     """The role is up already, as this process with this log."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What its environment has beside that of all roles."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class RoleKeeper:
         cleanup_timeout_s: float,
         worker_end_timeout_s: float,
         session: Kept | None = None,
+        standbys: Standbys | None = None,
         look_over_interval_s: float = 5.0,
         min_workers: int = 1,
         graceful: GracefulExit | None = None,
@@ -126,6 +132,7 @@ class RoleKeeper:
         self._look_over_interval_s = look_over_interval_s
         self._min_workers = min_workers
         self._session: Kept = session or Nothing()
+        self._standbys = standbys or Standbys(folder, events)
         self._children: dict[str, process.Child | process.Adopted] = {}
         self._trees: dict[str, set[ProcessId]] = {}  # what each role was last seen to have started
         self._finished: set[str] = set()  # ended with code 0, for good
@@ -144,7 +151,12 @@ class RoleKeeper:
             graceful = self._graceful is not None and signum != signal.SIGHUP
             if graceful or signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, background jobs
                 loop.add_signal_handler(signum, self._on_signal, signum)
-        tasks = [asyncio.create_task(self._keep(spec)) for spec in self._specs]
+        tasks = [
+            asyncio.create_task(
+                self._keep_standby(spec) if spec.duty is Duty.STANDBY else self._keep(spec)
+            )
+            for spec in self._specs
+        ]
         tasks.append(asyncio.create_task(self._look_over()))
         for task in tasks:
             task.add_done_callback(self._on_task_end)
@@ -162,67 +174,126 @@ class RoleKeeper:
 
     async def _keep(self, spec: RoleSpec) -> None:
         restarts_s: list[float] = []
-        adopt = spec.adopt
-        while not self._outcome.done():
-            attempt, child = self._spawn(spec) if adopt is None else self._adopt(spec, *adopt)
-            adopt = None
-            returncode = await child.wait()
-            now_s = time.monotonic()
-            verdict = after_exit(
-                spec.duty,
-                returncode,
-                ending=self._outcome.done() or self._leaving(spec),
-                now_s=now_s,
-                restarts_s=restarts_s,
-                limits=self._limits,
-            )
-            self._record_exit(spec, attempt, child, returncode, verdict)
-            if not spec.outlives_parent:
-                # What the dead process started must not live beside its successor.
-                await self._end_orphans(spec.name, child)
+        if self._outcome.done():
+            return
+        started = self._spawn(spec) if spec.adopt is None else self._adopt(spec, *spec.adopt)
+        while started is not None:
+            attempt, child = started
+            verdict = await self._ended(spec, attempt, child, restarts_s)
             if verdict.action is not Action.RESTART:
-                self._carry_out(spec, child, returncode, verdict)
                 return
+            started = await self._next_start(spec, attempt, verdict)
+
+    async def _keep_standby(self, spec: RoleSpec) -> None:
+        restarts_s: list[float] = []
+        await self._standbys.under_way()
+        while not self._outcome.done():
+            attempt, child = self._spawn(spec)
+            standby = self._standbys.started(spec.name, attempt, child)
+            gone = asyncio.create_task(child.wait())
+            await asyncio.wait({gone, standby.promoted}, return_when=asyncio.FIRST_COMPLETED)
+            if standby.promoted.done():  # the keeper of its group waits for its end
+                gone.cancel()
+                await self._standbys.under_way(standby.promoted.result())
+                continue
+            self._standbys.ended(standby)
+            verdict = await self._ended(spec, attempt, child, restarts_s)
+            if verdict.action is not Action.RESTART:
+                return
+            await self._pause(spec, attempt, verdict)
+
+    async def _ended(
+        self,
+        spec: RoleSpec,
+        attempt: int,
+        child: process.Child | process.Adopted,
+        restarts_s: list[float],
+    ) -> Verdict:
+        """What the end of a role means, once it has come, recorded and carried out but for a
+        restart, which is counted in `restarts_s`."""
+        returncode = await child.wait()
+        now_s = time.monotonic()
+        verdict = after_exit(
+            spec.duty,
+            returncode,
+            ending=self._outcome.done() or self._leaving(spec),
+            now_s=now_s,
+            restarts_s=restarts_s,
+            limits=self._limits,
+        )
+        self._record_exit(spec, attempt, child, returncode, verdict)
+        if not spec.outlives_parent:
+            # What the dead process started must not live beside its successor.
+            await self._end_orphans(spec.name, child)
+        if verdict.action is Action.RESTART:
             restarts_s.append(now_s)
-            self._events.emit(
-                Kind.RESTART,
-                phase=verdict.rung,
-                cause=verdict.reason,
-                subject=spec.name,
-                attempt=attempt + 1,
-                delay_s=verdict.delay_s,
-            )
-            await asyncio.sleep(verdict.delay_s)
+        else:
+            self._carry_out(spec, child, returncode, verdict)
+        return verdict
+
+    async def _next_start(
+        self, spec: RoleSpec, attempt: int, verdict: Verdict
+    ) -> tuple[int, process.Child] | None:
+        """A standby in the place of a lost group, else a new process. None: the run is ending."""
+        if spec.duty is Duty.WORKER:
+            promoted = await self._standbys.promote(spec.name, verdict.reason)
+            if promoted is not None:
+                return self._hand_over(spec, *promoted)
+        await self._pause(spec, attempt, verdict)
+        return None if self._outcome.done() else self._spawn(spec)
+
+    def _hand_over(
+        self, spec: RoleSpec, attempt: int, standby: Standby
+    ) -> tuple[int, process.Child]:
+        """The standby's process is the role's from now on."""
+        del self._children[standby.name]
+        self._children[spec.name] = standby.child
+        self._trees[spec.name] = self._trees.pop(standby.name, set())
+        self._emit_spawn(spec, attempt, standby.child, phase="promoted")
+        return attempt, standby.child
+
+    async def _pause(self, spec: RoleSpec, attempt: int, verdict: Verdict) -> None:
+        self._events.emit(
+            Kind.RESTART,
+            phase=verdict.rung,
+            cause=verdict.reason,
+            subject=spec.name,
+            attempt=attempt + 1,
+            delay_s=verdict.delay_s,
+        )
+        await asyncio.sleep(verdict.delay_s)
 
     def _spawn(self, spec: RoleSpec) -> tuple[int, process.Child]:
         attempt = self._folder.next_attempt(spec.name)
         log = self._folder.log_file(spec.name, attempt)
-        env = {**self._env, ATTEMPT_ENV: str(attempt)}
+        env = {**self._env, **spec.env, ATTEMPT_ENV: str(attempt)}
         child = process.spawn(spec.argv, log=log, env=env, outlives_parent=spec.outlives_parent)
         self._children[spec.name] = child
-        self._events.emit(
-            Kind.SPAWN,
-            subject=spec.name,
-            attempt=attempt,
-            pid=child.pid,
-            start_time=child.id.start_time,
-            log=str(log),
-        )
+        self._emit_spawn(spec, attempt, child)
         return attempt, child
 
     def _adopt(self, spec: RoleSpec, target: ProcessId, log: Path) -> tuple[int, process.Adopted]:
         attempt = self._folder.next_attempt(spec.name) - 1
         child = self._children[spec.name] = process.Adopted(target, log)
+        self._emit_spawn(spec, attempt, child, phase="adopted")
+        return attempt, child
+
+    def _emit_spawn(
+        self,
+        spec: RoleSpec,
+        attempt: int,
+        child: process.Child | process.Adopted,
+        phase: str | None = None,
+    ) -> None:
         self._events.emit(
             Kind.SPAWN,
-            phase="adopted",
+            phase=phase,
             subject=spec.name,
             attempt=attempt,
-            pid=target.pid,
-            start_time=target.start_time,
-            log=str(log),
+            pid=child.pid,
+            start_time=child.id.start_time,
+            log=str(child.log),
         )
-        return attempt, child
 
     def _record_exit(
         self,
@@ -261,6 +332,9 @@ class RoleKeeper:
         too_few = len(workers - self._gone) < self._min_workers
         if verdict.action is Action.DONE:
             self._end(Outcome(verdict.exit_code, verdict.reason))
+        elif verdict.action is Action.ABANDON:
+            cause = f"given up: {process.describe(returncode)} ({verdict.reason})"
+            self._events.emit(Kind.WARN, cause=cause, subject=spec.name)
         elif verdict.action is Action.FAIL or (verdict.action is Action.EXPELLED and too_few):
             self._events.emit(
                 Kind.ESCALATE, phase=verdict.rung, cause=verdict.reason, subject=spec.name

@@ -20,6 +20,7 @@ class Duty(StrEnum):
     DRIVER = "driver"  # the run is done
     WORKER = "worker"  # its part is done
     SERVICE = "service"  # a fault: it serves until it is told to stop
+    STANDBY = "standby"  # a fault; the run goes on without it
 
 
 class Action(StrEnum):
@@ -29,6 +30,7 @@ class Action(StrEnum):
     RESTART = "restart"  # start it again after delay_s
     DONE = "done"  # end the run: complete
     FAIL = "fail"  # end the run with exit_code
+    ABANDON = "abandon"  # the run goes on without it
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def after_exit(
     step = next_step(fault, limits={rung: limits}, restarts_s={rung: restarts_s}, now_s=now_s)
     if step.rung is Rung.JOB:
         code = ExitCode.FAILED if fault is Fault.PROCESS else ExitCode(returncode or 0)
+        if duty is Duty.STANDBY:
+            return Verdict(Action.ABANDON, step.reason)
         return Verdict(Action.FAIL, step.reason, exit_code=code, rung=step.rung)
     reason = describe(returncode)
     if returncode == ExitCode.DONE:

@@ -30,9 +30,12 @@ from torchtitan_rl_ft.observability.summary import Summary, render
 from torchtitan_rl_ft.roles import exits, job, watcher
 from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
+from torchtitan_rl_ft.roles.loans import BorrowedPlaces
 from torchtitan_rl_ft.roles.report import SUPERVISOR as NAME
 from torchtitan_rl_ft.roles.report import summary_of
 from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.roles.standby import Places, Standbys
+from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,7 @@ async def _supervise(
         worker_end_timeout_s=recovery.batch_wait_timeout_s,
         session=session,
         graceful=exits.graceful_exit(resolved, env[TOKEN_ENV]),
+        standbys=Standbys(folder, events, _places(resolved, session, events)),
     )
     engines = sum(g.engines for g in engine_groups(sections.rollout))
     view = RunView(
@@ -124,6 +128,21 @@ async def _supervise(
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+def _places(resolved: Resolved, session: Session, events: EventLog) -> Places | None:
+    """Where promoted standbys train; None: where they have waited."""
+    if resolved.sections.recovery.standby != "from_rollout":
+        return None
+    folder = resolved.run_folder
+    serving = RoleClient("serving", lambda: _url(folder, "serving"), folder.token())
+    ranks = resolved.sections.fault_tolerance.ranks_per_group
+    return BorrowedPlaces(serving, session.owner.attempt, ranks, events)
+
+
+def _url(folder: RunFolder, role: str) -> str | None:
+    address = folder.role(role)
+    return address.url if address is not None else None
 
 
 async def _show(console: ProgressConsole, events: EventLog) -> None:

@@ -33,6 +33,8 @@ from torchtitan_rl_ft.run_folder import (
     LIGHTHOUSE_ENV,
     REPLICA_ENV,
     RUN_ENV,
+    STANDBY_ENV,
+    STANDBY_PORT_ENV,
     TOKEN_ENV,
     RunFolder,
 )
@@ -106,6 +108,8 @@ def group_env(
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
     }
+    if STANDBY_ENV in base:
+        env[STANDBY_PORT_ENV] = str(free_port())
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the cores
     if lighthouse_url is not None:
         env[LIGHTHOUSE_ENV] = lighthouse_url
@@ -120,6 +124,8 @@ def main(resolved: Resolved) -> int:
     """Run one replica group; returns its exit code, or does not return (one rank: exec)."""
     section = resolved.sections.fault_tolerance
     folder = RunFolder(resolved.sections.job.dump_folder)
+    standby = os.environ.get(STANDBY_ENV, "").partition(":")[0]
+    name = standby or f"trainer-{section.replica_id}"
     try:
         lighthouse = _lighthouse_url(folder) if section.enable else None
         if ATTEMPT_ENV not in os.environ:  # by hand: nobody else is about to start these
@@ -134,14 +140,13 @@ def main(resolved: Resolved) -> int:
             world_size=section.ranks_per_group,
         )
     except (RoleMissing, FileNotFoundError) as e:
-        print(f"torchtitan: error: trainer-{section.replica_id}: {e}", file=sys.stderr)
+        print(f"torchtitan: error: {name}: {e}", file=sys.stderr)
         return ExitCode.FAILED
     command = [sys.executable, *RANK_COMMAND]
     if section.ranks_per_group == 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os.execve(command[0], command, rank_env(env, 0))
-    name = f"trainer-{section.replica_id}"
     recovery = resolved.sections.recovery
     with contextlib.closing(_events(folder, name)) as events:
         group = RankGroup(
@@ -150,7 +155,8 @@ def main(resolved: Resolved) -> int:
             command,
             env,
             graceful=recovery.exit_signal_handler,
-            regrouping=_regrouping(folder, name, recovery, events),
+            # A rank that is started again comes as one of a waiting group.
+            regrouping=None if standby else _regrouping(folder, name, recovery, events),
         )
         return asyncio.run(group.run(section.ranks_per_group))
 

@@ -26,7 +26,9 @@ def main() -> int:
     torchtitan_cpu.install()
     import torchtitan.train
 
+    from torchtitan_rl_ft import config_registry  # noqa: F401  TorchTitan would, after the wait
     from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
+    from torchtitan_rl_ft.trainer import standby
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
@@ -35,6 +37,7 @@ def main() -> int:
 
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
     try:
+        standby.await_place(standby.IMPORTED)
         _train(torchtitan.train.main)
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)

@@ -61,6 +61,7 @@ from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference,
 from torchtitan_rl_ft.trainer.rerun import Rerun
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
+from torchtitan_rl_ft.trainer.standby import BUILT, Place, await_place, waits
 from torchtitan_rl_ft.trainer.stepper import RunStopped, Seams, Stepper
 from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 from torchtitan_rl_ft.trainer.window_work import WindowWork
@@ -93,7 +94,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if ATTEMPT_ENV not in os.environ:  # started by hand: nobody is about to start them
             require_roles(self.run_folder, roles_of_trainers(config.rollout))
         self._token = self.run_folder.token()
-        if config.recovery.exit_signal_handler:
+        if config.recovery.exit_signal_handler and not waits():
             self._watch_signals(config.fault_tolerance.replica_id)
         if config.fault_tolerance.enable:
             set_lighthouse(self.run_folder)
@@ -116,8 +117,11 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self._window: WindowAttempt | None = None
         self.stopped: RunStopped | None = None
         self.link = GroupLink()
-        self.stepper = self._build_stepper()
+        self._adapter = self._build_adapter()
         self._reference = self._build_reference() if config.rl.kl_coef > 0 else None
+        if (place := await_place(BUILT)) is not None:
+            self._take_place(place)
+        self.stepper = self._build_stepper()
         self._bind_checkpoints()
 
     # Set-up -----------------------------------------------------------------------------
@@ -127,6 +131,13 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         # TorchTitan's fault-tolerant trainer predates this call of the base trainer.
         dist_utils.set_spmd_backend(self.config.parallelism.spmd_backend)
         return parallel_dims
+
+    def _take_place(self, place: Place) -> None:
+        """Be the group that this standby replaces."""
+        self.config.fault_tolerance.replica_id = place.replica_id
+        self.ft_manager.take_place(place.replica_id)
+        if self.config.recovery.exit_signal_handler:
+            self._watch_signals(place.replica_id)
 
     def _build_stepper(self) -> Stepper:
         config = self.config
@@ -259,10 +270,12 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         at = int(squares.argmax())
         return names[at], float(squares[at] / squares.sum())
 
-    def _build_publisher(self) -> PolicyPublisher:
+    def _build_adapter(self) -> Any:
         spec = self.config.model_spec
         assert spec is not None and spec.state_dict_adapter is not None
-        self._adapter = spec.state_dict_adapter(self.model_config, self.config.hf_assets_path)
+        return spec.state_dict_adapter(self.model_config, self.config.hf_assets_path)
+
+    def _build_publisher(self) -> PolicyPublisher:
         return PolicyPublisher(
             model_parts=self.model_parts,
             adapter=self._adapter,

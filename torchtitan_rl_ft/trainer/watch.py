@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.phase_file import PhaseFile
 from torchtitan_rl_ft.host.phase_limits import Limits, waiting_limits
-from torchtitan_rl_ft.run_folder import REPLICA_ENV, RUN_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import REPLICA_ENV, RUN_ENV, STANDBY_ENV, RunFolder
 
 if TYPE_CHECKING:
     from torchtitan_rl_ft.config.sections import RecoverySection
@@ -47,7 +47,8 @@ def begin(folder: Path) -> PhaseFile:
     if _mine is None:
         # Before the file is there: whoever reads it may send the signal, whose default is death.
         faulthandler.register(STACKS_SIGNAL, file=_STDERR_FD, all_threads=True)
-        name = f"trainer-{os.environ.get(REPLICA_ENV, '0')}"
+        standby = os.environ.get(STANDBY_ENV, "").partition(":")[0]
+        name = standby or f"trainer-{os.environ.get(REPLICA_ENV, '0')}"
         _mine = PhaseFile(folder, name, os.environ.get("RANK", "0"))
         _guard = Guard(_mine)
         _guard.start()

@@ -1,0 +1,58 @@
+"""Standby trainers: real TorchTitan, real torchft, a real ledger."""
+
+import time
+
+import psutil
+import pytest
+from trainer_run import TrainerRun
+
+pytestmark = pytest.mark.timeout(240)
+
+IDLE_LOOK_S = 2.0
+
+
+def assert_groups_equal(run, at_least):
+    """Bitwise: parameters, optimizer, learning rate, scheduler, history, at every common step."""
+    one, other = run.probe(0), run.probe(1)
+    common = sorted(set(one) & set(other))
+    assert len(common) >= at_least
+    for step in common:
+        assert one[step] == other[step], f"groups differ at step {step}"
+
+
+def cpu_s(processes):
+    times = [psutil.Process(p.pid).cpu_times() for p in processes]
+    return sum(t.user + t.system for t in times)
+
+
+@pytest.mark.row("M3")
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one-rank", "fsdp-2"])
+def test_a_standby_waits_outside_the_quorum_asleep_and_takes_a_lost_groups_place(tmp_path, ranks):
+    with TrainerRun(tmp_path / "run", steps=100_000, groups=2, ranks=ranks) as run:
+        run.start_all()
+        run.start("standby-0")
+        run.wait_for(lambda: run.ready("standby-0"), "the standby")
+        waiting = run.processes["standby-0"]
+        run.wait_step(10)
+        before = cpu_s(waiting)
+        time.sleep(IDLE_LOOK_S)
+        assert cpu_s(waiting) - before < 0.02 * IDLE_LOOK_S * ranks
+        assert {len(e["data"]["members"]) for e in run.events("quorum")} <= {1, 2}
+
+        run.kill("trainer-1")
+        killed_mono_s = time.monotonic()
+        run.promote("standby-0", "trainer-1")
+        run.wait_for(
+            lambda: any(
+                e["name"] == "trainer-1" and e["mono_s"] > killed_mono_s for e in run.events("heal")
+            ),
+            "the promoted group to heal",
+        )
+        back = len(run.metrics())
+        run.wait_step(back + 10)
+        assert run.metrics()[-1]["participants"] == 2
+        assert [m["step"] for m in run.metrics()] == list(range(1, len(run.metrics()) + 1))
+        assert_groups_equal(run, at_least=10)
+        assert run.probe(1)[max(run.probe(1))]["step"] > back
+        healed = [e for e in run.events("heal") if e["mono_s"] > killed_mono_s]
+        assert healed[0]["pid"] == waiting[0].pid and healed[0]["attempt"] == 2
