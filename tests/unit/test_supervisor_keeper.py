@@ -23,6 +23,7 @@ HARNESS = textwrap.dedent(
     from torchtitan_rl_ft.roles.keeper import RoleKeeper, RoleSpec
     from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
     from torchtitan_rl_ft.roles.exits import GracefulExit
+    from torchtitan_rl_ft.roles.standby import Standbys
     from torchtitan_rl_ft.run_folder import RunFolder
 
     job = json.loads(sys.argv[1])
@@ -44,6 +45,9 @@ HARNESS = textwrap.dedent(
             worker_end_timeout_s=job.get("worker_end_timeout_s", 60.0),
             look_over_interval_s=0.2,
             graceful=graceful,
+            standbys=Standbys(
+                folder, events, settle_timeout_s=job.get("settle_timeout_s", 60.0)
+            ),
         )
         return await keeper.run()
 

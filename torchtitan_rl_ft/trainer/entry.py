@@ -56,10 +56,14 @@ def main() -> int:
 
 def _train(train: Callable[[], None]) -> None:
     """Once, or again and again inside this process (`recovery.inprocess_restart`)."""
+    from torchtitan_rl_ft.trainer import standby
+
     if RUN_ENV in os.environ:
         run = RunFolder(os.environ[RUN_ENV])
         recovery = Resolved.read(run.path).sections.recovery
-        if recovery.inprocess_restart:
+        # The launcher of a standby of several ranks does not know what its group has become.
+        waiting_group = standby.waits() and os.environ.get("WORLD_SIZE", "1") != "1"
+        if recovery.inprocess_restart and not waiting_group:
             from torchtitan_rl_ft.trainer import inprocess
 
             inprocess.of_this_rank(train, run, recovery).run()

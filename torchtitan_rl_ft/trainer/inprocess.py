@@ -38,6 +38,7 @@ from torchtitan_rl_ft.trainer.group_link import PeerRankFailed
 from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
 from torchtitan_rl_ft.trainer.presence import event_sink
 from torchtitan_rl_ft.trainer.rerun import WrongResult
+from torchtitan_rl_ft.trainer.standby import waits
 from torchtitan_rl_ft.trainer.stepper import NumericStop
 
 logger = logging.getLogger(__name__)
@@ -75,15 +76,22 @@ class Watched(Protocol):
 
 
 def of_this_rank(train: Callable[[], None], run: RunFolder, recovery: RecoverySection) -> InProcess:
-    """With the names of the environment."""
-    replica_id = int(os.environ.get(REPLICA_ENV, "0"))
+    """With the names of the environment; those of a standby are what they are at a fault."""
+
+    def who() -> tuple[str, EventSink]:
+        replica_id = int(os.environ.get(REPLICA_ENV, "0"))
+        speaks = os.environ.get("RANK", "0") == "0"
+        return f"trainer-{replica_id}", event_sink(run, replica_id, speaks=speaks)
+
+    group, events = who()
     return InProcess(
         train,
         RestartLimits(recovery.inprocess_max_restarts, recovery.role_restart_window_s),
-        group=f"trainer-{replica_id}",
+        group=group,
         phases=run.phases,
         file=watch.begin(run.phases),
-        events=event_sink(run, replica_id, speaks=os.environ.get("RANK", "0") == "0"),
+        events=events,
+        renamed=who if waits() else None,
     )
 
 
@@ -99,10 +107,13 @@ class InProcess:
         phases: Path,
         file: Watched,
         events: EventSink,
+        renamed: Callable[[], tuple[str, EventSink]] | None = None,
     ) -> None:
-        """`events`: of the group's first rank, which speaks for it."""
+        """`events`: of the group's first rank, which speaks for it. `renamed`: asked at a fault
+        for `group` and `events`."""
         self._train, self._limits = train, limits
         self._group, self._phases, self._file, self._events = group, phases, file, events
+        self._renamed = renamed
         self._generation = int(os.environ.get(regroup.GENERATION_ENV, "0"))
         self._alone = os.environ.get("WORLD_SIZE", "1") == "1"
 
@@ -124,6 +135,8 @@ class InProcess:
 
     def _decide(self, error: Exception, restarts_s: list[float], now_s: float) -> None:
         """Raises `error` when the next rung is another one."""
+        if self._renamed is not None:
+            self._group, self._events = self._renamed()
         fault = fault_of(error)
         step = next_step(
             fault,
