@@ -48,7 +48,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 def obey_orders() -> None:
     """Look for an order at every change of phase."""
     enter = PhaseClock.enter
-    name = f"order-{os.environ['TORCHTITAN_RL_FT_REPLICA_ID']}.{os.environ['RANK']}"
+    name = f"order-{os.environ.get('TORCHTITAN_RL_FT_REPLICA_ID', 'standby')}.{os.environ['RANK']}"
     path = Path(os.environ["TORCHTITAN_RL_FT_RUN"]) / name
 
     def entered(self: PhaseClock, phase: str, step: int) -> None:
