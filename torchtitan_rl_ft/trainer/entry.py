@@ -26,9 +26,8 @@ def main() -> int:
     torchtitan_cpu.install()
     import torchtitan.train
 
-    from torchtitan_rl_ft import config_registry  # noqa: F401  TorchTitan would, after the wait
     from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
-    from torchtitan_rl_ft.trainer import standby
+    from torchtitan_rl_ft.trainer import rl_trainer, standby  # noqa: F401  TorchTitan's, early
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
