@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from rollout_parts import Host, ScriptedServing
+from rollout_parts import MEMBER, Host, ScriptedServing
 
 from torchtitan_rl_ft.journal.errors import JournalWriteError
 from torchtitan_rl_ft.journal.store import Journal
@@ -422,6 +422,38 @@ async def test_drain_is_bounded(tmp_path):
         host.loop.drain("maintenance")
         await asyncio.wait_for(ended, 5)  # its limit is 2 s
         assert len(host.journal.pending()) == 3
+
+
+@pytest.mark.row("H8")
+async def test_asked_to_exit_it_starts_and_seals_nothing_and_journals_what_comes_in(tmp_path):
+    serving = ScriptedServing()
+    host = Host(tmp_path, serving, mode="async", max_policy_age=1, steps=10)
+    async with Running(host) as ended:
+        host.publish()
+        await host.batch()
+        await settle()
+        tip = host.journal.tip
+        host.ledger.attach(MEMBER)
+        assert host.ledger.next_now(tip.step, MEMBER.uuid, tip.token)["status"] == "ready"
+        serving.held = asyncio.Event()
+        host.journal.drop_batch(host.journal.plan[2].batch_id, "to have some in flight")
+        host.loop.wake()
+        await settle()
+        before = len(serving.requests)
+        host.ledger.ask_exit("SIGTERM")
+        serving.held.set()
+        await settle()
+        assert host.ledger.outcome is None, "a step is under way"
+        assert len(serving.requests) == before
+        assert (len(host.journal.plan), len(host.journal.accepted())) == (1, 3)
+        await host.train(publish=False)
+        await asyncio.wait_for(ended, 5)
+        assert host.ledger.outcome.kind == "requeue"
+        accepted = {g.group_id for g in host.journal.accepted()}
+    again = Host(tmp_path, ScriptedServing(), mode="async", max_policy_age=1, steps=10)
+    async with Running(again):
+        again.publish()
+        assert set((await again.batch()).arrays["group_ids"].tolist()) == accepted
 
 
 async def test_full_disk_ends_the_loop(tmp_path, monkeypatch):

@@ -1,0 +1,63 @@
+"""SIGTERM to a rank whose main thread cannot look at it."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+RANK = textwrap.dedent(
+    """
+    import ctypes, sys, pathlib
+    from torchtitan_rl_ft.rpc.client import RoleUnreachable
+    from torchtitan_rl_ft.trainer import exits
+
+    asked = pathlib.Path(sys.argv[1])
+    exits.ASK_AGAIN_S = 0.05
+
+    def ask():
+        with open(asked, "a") as f:
+            f.write("x")
+        raise RoleUnreachable("the ledger is being restarted")
+
+    exits.SignalWatch(ask)
+    asked.touch()
+    ctypes.CDLL(None).sleep(20)  # as a collective: in C, without the GIL
+    ctypes.CDLL(None).sleep(20)
+    """
+)
+
+
+@pytest.fixture
+def rank(tmp_path):
+    asked = tmp_path / "asked"
+    process = subprocess.Popen([sys.executable, "-c", RANK, str(asked)])
+    wait_for(asked.exists)
+    yield process, asked
+    process.kill()
+    process.wait()
+
+
+def wait_for(condition, timeout_s=20.0):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.row("H1")
+def test_the_ledger_is_asked_at_once_and_again_and_again(rank):
+    process, asked = rank
+    time.sleep(0.2)
+    assert asked.read_text() == ""
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: len(asked.read_text()) >= 3)
+    assert process.poll() is None
+
+
+def test_sigint_ends_it_at_once(rank):
+    process, _ = rank
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == -signal.SIGINT
