@@ -18,7 +18,7 @@ from torchtitan_rl_ft.journal.records import digest
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
-from torchtitan_rl_ft.trainer.attempt import Placement, Work
+from torchtitan_rl_ft.trainer.attempt import Guards, Placement, Work
 from torchtitan_rl_ft.trainer.coverage import Claim
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
@@ -129,6 +129,7 @@ class Trainer:
             rows=4,
             seq_len=32,
             fixed_rows=False,
+            guards=Guards(),
             link=GroupLink(),
             work=WindowWork(parameters, self.state.optimizer_tensors),
             outer=self.outer,
@@ -159,17 +160,22 @@ class Trainer:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
 
-def together(*trainers, step=0, token="ab" * 16, healed=()):
+def work(trainer, quorum, step=0, token="ab" * 16, batch=BATCH):
+    board = trainer.attempt.board(quorum)
+    claim = Claim(step, token, digest(batch.to_bytes()), batch.n_samples, board=board)
+    return Work(claim, batch, quorum, nonce=3)
+
+
+def together(*trainers, step=0, healed=()):
     """One attempt of a quorum of `trainers`; committed ones apply it. Results, in their order."""
     meeting, results = Meeting(len(trainers)), [None] * len(trainers)
 
     def one(rank, trainer):
         trainer.group.join(meeting, rank)
         trainer.steps_done.clear()
-        claim = Claim(step, token, digest(BATCH.to_bytes()), BATCH.n_samples)
         quorum = Quorum(len(trainers), rank, 1, healed=trainer in healed)
         try:
-            results[rank] = trainer.attempt.run(Work(claim, BATCH, quorum, nonce=3))
+            results[rank] = trainer.attempt.run(work(trainer, quorum, step))
         except Killed:
             return
         if results[rank].committed:
@@ -201,9 +207,9 @@ def test_local_sgd_is_the_mean_of_the_groups_weighted_by_their_samples(fragments
     local = []
     settle = WindowWork.settle
 
-    def spy(work):  # what each group holds just before the outer step
-        local.append(([p.clone() for p in work._parameters], work.tally.done.copy()))
-        settle(work)
+    def spy(window):  # what each group holds just before the outer step
+        local.append(([p.clone() for p in window._parameters], window.tally.done.copy()))
+        settle(window)
 
     a.attempt._window.settle = lambda: spy(a.attempt._window)
     b.attempt._window.settle = lambda: spy(b.attempt._window)
@@ -317,8 +323,7 @@ def test_one_group_on_another_history_refuses_before_any_inner_step():
     quorum = Quorum(2, 1, 1)
     other = threading.Thread(target=b.attempt.abstain, args=(BATCH, quorum))
     other.start()
-    claim = Claim(0, "ab" * 16, digest(BATCH.to_bytes()), BATCH.n_samples)
-    result = a.attempt.run(Work(claim, BATCH, Quorum(2, 0, 1), nonce=3))
+    result = a.attempt.run(work(a, Quorum(2, 0, 1)))
     other.join(WAIT_S)
     assert not result.committed and "abstained" in result.cause and a.steps_done == []
 
@@ -402,9 +407,8 @@ def test_an_inner_step_whose_tokens_are_all_masked_is_done_without_a_step():
     (a,) = (Trainer(),)
     masked = copy.deepcopy(BATCH)
     masked.arrays["weights"][:] = 0
-    claim = Claim(0, "ab" * 16, digest(masked.to_bytes()), masked.n_samples)
     a.group.join(Meeting(1), 0)
-    result = a.attempt.run(Work(claim, masked, Quorum(1, 0, 1), nonce=3))
+    result = a.attempt.run(work(a, Quorum(1, 0, 1), batch=masked))
     assert result.committed and a.steps_done == [] and result.outcome.loss == 0.0
 
 
