@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import httpx
+import psutil
 import pytest
 from conftest import ServingRole
 
@@ -112,3 +113,36 @@ def tokens_held(engine: dict[str, Any]) -> int:
 def group(role: ServingRole, name: str, g: int) -> list[dict[str, Any]]:
     seeds = [100 * g + i for i in range(SAMPLES)]
     return role.generate(f"{name}-{g}", n=SAMPLES, sampling=SAMPLING, seeds=seeds)
+
+
+@pytest.mark.row("C8")
+def test_a_lent_engine_loses_no_token_and_comes_back(real_serving: ServingRole) -> None:
+    """In the middle of 64 samples its place is lent, then returned: every sample is that of an
+    undisturbed run, and the newcomer serves the version that was published meanwhile."""
+    with ThreadPoolExecutor(GROUPS) as threads:
+        groups = threads.map(lambda g: group(real_serving, "before", g), range(GROUPS))
+        undisturbed = [sample for samples in groups for sample in samples]
+    before = real_serving.status()
+    pids = [engine["pid"] for engine in real_serving.engines()]
+    with ThreadPoolExecutor(GROUPS) as threads:
+        asked = [threads.submit(group, real_serving, "lent", g) for g in range(GROUPS)]
+        some = GROUPS * SAMPLES // 2 * TOKENS // 4
+        real_serving.until(lambda: tokens_held(real_serving.engines()[1]) > some, 20)
+        lent = real_serving.client.post(
+            "/v1/lend", {"timeout_s": 20.0, "borrower": "trainer-1"}, deadline_s=40
+        )
+        samples = [s for future in asked for s in future.result()]
+    slot = lent["slot"]
+    assert lent == {"slot": slot, "devices": []} and real_serving.engines()[slot]["pid"] is None
+    with pytest.raises(psutil.NoSuchProcess):
+        psutil.Process(pids[slot])
+    assert [s["output_ids"] for s in samples] == [s["output_ids"] for s in undisturbed]
+    after = real_serving.status()
+    assert after["wasted_tokens"] == before["wasted_tokens"]
+    assert after["continued_tokens"] > before["continued_tokens"]
+    # What the engine had drawn was all used: no token was drawn twice.
+    drawn = after["drawn_tokens"] - before["drawn_tokens"]
+    assert drawn == GROUPS * SAMPLES * TOKENS
+    new = real_serving.publish(60, scale=1.2, wait="first")["version"]
+    assert real_serving.client.post("/v1/return", {"slot": slot}, deadline_s=5) == {}
+    real_serving.until_served(new)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from journal_cases import split
 
+from torchtitan_rl_ft.journal.exits import ExitNote
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.protocol import State
 from torchtitan_rl_ft.journal.records import CommitRecord, Member, SealedBatch, next_token
@@ -120,6 +121,7 @@ class Host:
         health_check_timeout_s: float = 2.0,
         durable: bool = True,
         partial_interval_tokens: int = 0,
+        attempt: str = "job",
     ) -> None:
         self.serving = serving
         self.events = EventList()
@@ -176,6 +178,7 @@ class Host:
             ),
             self.events,
             dumps=writer,
+            drain_note=ExitNote(folder / "drain.json", attempt),
             partials=PartialKeeper(self.journal, self.events, partial_interval_tokens),
             engine_check=EngineCheck(
                 serving, self.events, health_check_timeout_s, on_done=lambda: self.loop.wake()

@@ -456,6 +456,32 @@ async def test_asked_to_exit_it_starts_and_seals_nothing_and_journals_what_comes
         assert set((await again.batch()).arrays["group_ids"].tolist()) == accepted
 
 
+@pytest.mark.row("F10")
+async def test_a_role_that_is_killed_while_it_is_paused_stays_paused(tmp_path):
+    """Queue and position are the journal's; another job on the folder starts again."""
+    serving = ScriptedServing()
+    serving.held = asyncio.Event()
+    host = Host(tmp_path, serving)
+    async with Running(host):
+        host.publish()
+        await settle()
+        host.loop.drain("maintenance")
+        asked, position = len(serving.requests), host.journal.cursor()
+        queued = [g.key for g in host.journal.pending()]
+    host = Host(tmp_path, serving)
+    async with Running(host) as ended:
+        await asyncio.wait_for(ended, 5)
+        assert (host.ledger.outcome.kind, host.ledger.outcome.reason) == ("drained", "maintenance")
+        assert len(serving.requests) == asked
+        assert [g.key for g in host.journal.pending()] == queued and len(queued) == 3
+    host = Host(tmp_path, serving, attempt="the next job")
+    async with Running(host):
+        serving.held.set()
+        batch = await host.batch()
+        assert sorted(set(batch.arrays["group_ids"].tolist())) == [1, 2, 3]
+        assert host.journal.cursor() == position
+
+
 async def test_full_disk_ends_the_loop(tmp_path, monkeypatch):
     def full(self, *args, **kwargs):
         raise JournalWriteError("cannot write the journal: No space left on device")

@@ -105,9 +105,9 @@ def graceful_exit(resolved: Resolved, token: str) -> GracefulExit | None:
     )
 
 
-def note_of(folder: RunFolder, owner: Owner | None) -> ExitNote | None:
+def note_of(folder: RunFolder, owner: Owner | None, name: str = "exit.json") -> ExitNote | None:
     """Where the ledger's decision is kept; None for a ledger that no job has started."""
-    return None if owner is None else ExitNote(folder.path / "exit.json", owner.attempt)
+    return None if owner is None else ExitNote(folder.path / name, owner.attempt)
 
 
 def exits_of(resolved: Resolved) -> Exits:

@@ -27,7 +27,7 @@ from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
-from torchtitan_rl_ft.roles.exits import exits_of
+from torchtitan_rl_ft.roles.exits import exits_of, note_of
 from torchtitan_rl_ft.rollout import plugins, schedule, service
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.dumps import ModelIdentity
@@ -44,6 +44,7 @@ from torchtitan_rl_ft.rollout.replay import DumpReplay, DumpSource
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
 from torchtitan_rl_ft.rpc.server import make_app, start
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
+from torchtitan_rl_ft.session_folder import Owner
 
 if TYPE_CHECKING:
     from torchtitan_rl_ft.config.resolve import Resolved
@@ -239,6 +240,7 @@ class _Parts:
                 engine_check=check,
                 dumps=dumps,
                 partials=PartialKeeper(ledger.journal, events, interval_tokens),
+                drain_note=note_of(resolved.run_folder, Owner.from_environment(), "drain.json"),
             )
         except ValueError as e:
             spec = resolved.sections.rl.data_source

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_rl_ft.journal.errors import JournalError
+from torchtitan_rl_ft.journal.exits import ExitNote
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import NewGroup, PromptGroup
 from torchtitan_rl_ft.observability.events import EventSink, Kind
@@ -80,11 +81,13 @@ class RolloutLoop:
         engine_check: EngineCheck | None = None,
         dumps: DumpWriter | None = None,
         partials: PartialKeeper | None = None,
+        drain_note: ExitNote | None = None,
         mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes up what the journal holds: the source's position, pending prompts (rolled out
         again) and accepted groups. `engine_check` comes before every batch and after the
-        evaluation. Raises ValueError when the position is of another source."""
+        evaluation. `drain_note`: where a role that is killed while it drains finds that. Raises
+        ValueError when the position is of another source."""
         self._ledger, self._journal = ledger, ledger.journal
         self._source, self._rollout, self._watch = source, rollout, watch
         self._starvation, self._settings, self._events = starvation, settings, events
@@ -100,8 +103,10 @@ class RolloutLoop:
         self._accepted = {g.group_id: _accepted(g) for g in self._journal.accepted()}
         self._started_mono_s: dict[int, float] = {}
         self._exhausted = False
-        self._draining: str | None = None
-        self._drain_until_mono_s = 0.0
+        self._drain_note = drain_note
+        found = drain_note.read() if drain_note is not None else None
+        self._draining = found[1] if found is not None else None
+        self._drain_until_mono_s = mono_s() + settings.drain_timeout_s
         self._phase = ""
         if (cursor := self._journal.cursor()) is not None and hasattr(source, "load_state_dict"):
             source.load_state_dict(cursor)
@@ -114,8 +119,11 @@ class RolloutLoop:
         self._wake.set()
 
     def drain(self, reason: str) -> None:
-        """Start nothing new; end the run as drained once what is in flight has been accepted."""
+        """Start nothing new; end the run as drained once what is in flight has been accepted.
+        Raises OSError when that cannot be written down."""
         if self._draining is None:
+            if self._drain_note is not None:
+                self._drain_note.write(self._journal.tip.step, reason)
             self._draining = reason
             self._drain_until_mono_s = self._mono_s() + self._settings.drain_timeout_s
         self.wake()
