@@ -72,6 +72,17 @@ BROKEN = [
     ),
     ("--fault_tolerance.process_group_timeout_ms 0", [f"{FT}.process_group_timeout_ms = 0"]),
     (
+        "--fault_tolerance.heartbeat_timeout_ms 300000",
+        [f"{FT}.heartbeat_timeout_ms = 300000", f"{FT}.quorum_timeout_s = 300"],
+    ),
+    (
+        "--fault_tolerance.manager_timeout_s 10",
+        [f"{FT}.process_group_timeout_ms", f"{FT}.manager_timeout_s = 10"],
+    ),
+    ("--fault_tolerance.heal_warn_share 0", [f"{FT}.heal_warn_share = 0"]),
+    ("--fault_tolerance.heal_port 70000", [f"{FT}.heal_port = 70000"]),
+    ("--fault_tolerance.heal_address host:port", [f"{FT}.heal_address"]),
+    (
         "--fault_tolerance.heartbeat_timeout_ms 100",
         [f"{FT}.heartbeat_interval_ms", f"{FT}.heartbeat_timeout_ms"],
     ),

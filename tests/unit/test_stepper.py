@@ -203,7 +203,10 @@ def test_the_end_of_the_run_and_a_failed_heal_are_told_apart(monkeypatch):
     with pytest.raises(RunStopped) as stopped:
         made.step()
     assert stopped.value.outcome == "done"
-    made, _, script, _ = build(monkeypatch, group__errored=[OSError("refused")])
+    behind = Quorum(2, 1, 5, ["a:1", "b:2"], must_heal=True)
+    made, _, script, _ = build(
+        monkeypatch, group__start_quorum=[behind], group__errored=[OSError("refused")]
+    )
     with pytest.raises(HealFailed, match="refused"):
         made.step()
     assert script.count("ledger.begin") == 0
@@ -230,3 +233,13 @@ def test_a_checkpoint_that_proves_damaged_is_told_and_the_one_before_is_taken(mo
     assert [e["cause"] for e in events.events if e["kind"] == Kind.WARN] == [
         "checkpoint skipped: /x4: damaged"
     ]
+
+
+def test_a_group_that_is_not_behind_survives_a_process_group_that_does_not_form(monkeypatch):
+    """A joiner died while all connected: that attempt is refused, the next quorum is without it."""
+    made, lineage, script, events = build(
+        monkeypatch, attempt__run=[REFUSED], group__errored=[OSError("no such peer")]
+    )
+    made.step()
+    assert lineage.step == 1 and script.count("group.start_quorum") == 2
+    assert Kind.REFUSE in kinds(events)

@@ -127,6 +127,18 @@ class FaultToleranceSection:
     max_commit_retries: int = 20
     """Refused commits in a row with unchanged members before a group gives up."""
 
+    heal_address: str = ""
+    """Host, or host:port, at which other groups reach the state that this one offers to heal them.
+    Empty: where it listens (loopback, or TORCHTITAN_RL_FT_HOST). Printed at the start."""
+
+    heal_port: int = 0
+    """Port at which the job's first rank offers its state, each further rank one higher; the same
+    goes for a port in heal_address. 0: any."""
+
+    heal_warn_share: float = 0.5
+    """Share of a heal, from asking for a quorum to the loaded state, above which its transfer is
+    told of as slow."""
+
     outer_lr: float = 0.7
     """Learning rate of the outer optimizer (diloco only)."""
 

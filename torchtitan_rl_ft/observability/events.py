@@ -40,7 +40,7 @@ class Kind(StrEnum):
     DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
     SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens
     QUORUM = "quorum"  # data: quorum_id, participants, rank, members
-    HEAL = "heal"  # state was fetched from a peer; data: from_step
+    HEAL = "heal"  # a peer's state was taken; data: from_step, source, bytes, quorum_s, ...
     BEGIN = "begin"  # the ledger's answer to begin; cause; data: decision
     REFUSE = "refuse"  # a commit was refused; cause
     COMMIT = "commit"  # step; data: batch, token, participants, shares, reporter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,6 +39,26 @@ def trainer_name(member: str) -> str:
     return f"trainer-{int(number)}" if number.isdigit() else name
 
 
+class MinimumMismatch(Exception):
+    """The lighthouse forms quorums that may not commit: it has another minimum than this group."""
+
+
+@dataclass(frozen=True)
+class Heal:
+    """How this group came to a peer's state: seconds until the quorum stood (lighthouse, process
+    group), of the transfer, and of copying it in place."""
+
+    source: str
+    n_bytes: int
+    quorum_s: float
+    transfer_s: float
+    load_s: float
+
+    @property
+    def transfer_share(self) -> float:
+        return self.transfer_s / max(self.quorum_s + self.transfer_s + self.load_s, 1e-9)
+
+
 @dataclass(frozen=True)
 class Quorum:
     """The groups that train this step."""
@@ -47,6 +68,8 @@ class Quorum:
     quorum_id: int  # as the lighthouse numbers it
     members: list[str] = field(default_factory=list)
     healed: bool = False  # this group just took a peer's state
+    must_heal: bool = False  # it was behind
+    heal: Heal | None = None  # how it went
 
 
 class ReplicaGroup(TorchFTManager):
@@ -71,6 +94,9 @@ class ReplicaGroup(TorchFTManager):
         connect_timeout_s: int = 20
         manager_timeout_s: int = 60
         max_commit_retries: int = 20
+        heal_address: str = ""
+        heal_port: int = 0
+        heal_warn_share: float = 0.5
         outer_lr: float = 0.7
         outer_momentum: float = 0.9
 
@@ -81,6 +107,8 @@ class ReplicaGroup(TorchFTManager):
         self.use_async_quorum = False
         self._manager: torchft.Manager | None = None
         self._client: RendezvousClient | None = None
+        self._transport: StateTransport | None = None
+        self._load_s = 0.0
         if config.enable:
             # No manager yet: one that beats without asking for a quorum counts against the
             # majority. `join` makes it, once the group is ready to train.
@@ -110,6 +138,15 @@ class ReplicaGroup(TorchFTManager):
         timeout = timedelta(seconds=c.manager_timeout_s)
         # torchft takes its limits from the environment; ours are config.
         host = os.environ.get("TORCHTITAN_RL_FT_HOST", "127.0.0.1")
+        rank = int(os.environ.get("RANK", "0"))
+        self._transport = StateTransport(
+            host,
+            token,
+            timeout,
+            advertised=c.heal_address,
+            port=c.heal_port,
+            place=c.replica_id * c.ranks_per_group + rank,
+        )
         self._manager = torchft.Manager(
             pg=_process_group(c),
             min_replica_size=c.min_replica_size,
@@ -124,7 +161,7 @@ class ReplicaGroup(TorchFTManager):
             heartbeat_interval=timedelta(milliseconds=c.heartbeat_interval_ms),
             quorum_retries=c.quorum_retries,
             hostname=host,
-            checkpoint_transport=StateTransport(host, token, timeout),
+            checkpoint_transport=self._transport,
             # All groups load the same initial weights from file.
             init_sync=False,
             # Retries are counted by the trainer, while the members are unchanged.
@@ -132,7 +169,13 @@ class ReplicaGroup(TorchFTManager):
         )
         self._client = RendezvousClient(self._manager._client)
         self._manager._client = self._client  # type: ignore[assignment]
-        self._manager.register_state_dict_fn(STATE_KEY, state.load_state_dict, state.state_dict)
+
+        def load(value: Any) -> None:
+            started_s = time.monotonic()
+            state.load_state_dict(value)
+            self._load_s = time.monotonic() - started_s
+
+        self._manager.register_state_dict_fn(STATE_KEY, load, state.state_dict)
         self.set_step(step, batches_committed)
         logger.info("torchft: step %d, %d batches committed", step, batches_committed)
         logger.warning(
@@ -150,22 +193,46 @@ class ReplicaGroup(TorchFTManager):
             self._manager.load_state_dict(state)
 
     def start_quorum(self) -> Quorum:
-        """Wait for a quorum and, when behind, take a peer's state.
+        """Wait for a quorum and, when behind, take a peer's state. What went wrong with the process
+        group or the state is in `errored` and refuses this attempt.
 
-        Raises RuntimeError or TimeoutError when no quorum forms within the limits.
+        Raises RuntimeError or TimeoutError when no quorum forms within the limits,
+        MinimumMismatch when one is too small to commit.
         """
         if self._manager is None:
             alone = [replica_name(self.config.replica_id)]
             return Quorum(participants=1, rank=0, quorum_id=0, members=alone)
+        started_s = time.monotonic()
         self._manager.start_quorum(allow_heal=True)
         assert self._client is not None and self._client.latest is not None
         latest = self._client.latest
+        if len(latest.replica_ids) < self.config.min_replica_size:
+            raise MinimumMismatch(
+                f"the lighthouse formed a quorum of {len(latest.replica_ids)} group(s), "
+                f"fault_tolerance.min_replica_size is {self.config.min_replica_size}: no step would "
+                "ever be committed. Start the lighthouse with the configuration of the job"
+            )
+        must_heal = bool(latest.heal)
+        healed = must_heal and self._manager.errored() is None
         return Quorum(
             participants=self._manager.num_participants(),
             rank=self._manager.participating_rank(),
             quorum_id=latest.lighthouse_quorum_id,
             members=list(latest.replica_ids),
-            healed=bool(latest.heal) and self._manager.errored() is None,
+            healed=healed,
+            must_heal=must_heal,
+            heal=self._healed(started_s) if healed else None,
+        )
+
+    def _healed(self, started_s: float) -> Heal:
+        assert self._transport is not None and self._transport.transfer is not None
+        transfer = self._transport.transfer
+        return Heal(
+            source=transfer.source,
+            n_bytes=transfer.n_bytes,
+            quorum_s=transfer.started_s - started_s,
+            transfer_s=transfer.seconds,
+            load_s=self._load_s,
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> Callable[[], None]:

@@ -27,6 +27,7 @@ def main() -> int:
     import torchtitan.train
 
     from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
+    from torchtitan_rl_ft.replica.group import MinimumMismatch
     from torchtitan_rl_ft.trainer import rl_trainer, standby  # noqa: F401  TorchTitan's, early
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
@@ -41,7 +42,7 @@ def main() -> int:
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
         return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
-    except (CheckpointUnusable, FoldersDiffer) as e:
+    except (CheckpointUnusable, FoldersDiffer, MinimumMismatch) as e:
         print(f"torchtitan: error: {e}", file=sys.stderr)
         return ExitCode.CONFIG
     except NumericStop as e:

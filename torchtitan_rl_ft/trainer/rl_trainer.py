@@ -159,6 +159,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             model=self,
             numbers=self._build_watch(),
             train_dumps=self._build_train_dumps(),
+            heal_warn_share=config.fault_tolerance.heal_warn_share,
         )
         return Stepper(
             seams,

@@ -34,6 +34,7 @@ from torchtitan_rl_ft.rpc.client import RoleUnreachable
 from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.attempt import Attempt, Result, Work
 from torchtitan_rl_ft.trainer.group_link import GroupLink
+from torchtitan_rl_ft.trainer.heal_events import tell_heal
 from torchtitan_rl_ft.trainer.lineage import Lineage
 from torchtitan_rl_ft.trainer.numeric_watch import NumericWatch
 from torchtitan_rl_ft.trainer.presence import PhaseClock
@@ -101,6 +102,7 @@ class Seams:
     model: Model
     numbers: NumericWatch
     train_dumps: TrainDumps | None = None
+    heal_warn_share: float = 1.0
 
 
 class Stepper:
@@ -228,10 +230,12 @@ class Stepper:
     def _form_quorum(self) -> Quorum:
         before = self._lineage.step
         quorum = self._s.group.start_quorum()
-        if (error := self._s.group.errored()) is not None:
-            raise HealFailed(f"joining the quorum failed: {error}") from error
-        if quorum.healed:
-            self._s.events.emit(Kind.HEAL, step=self._lineage.step, from_step=before)
+        if quorum.must_heal and (error := self._s.group.errored()) is not None:
+            raise HealFailed(f"a peer's state could not be taken: {error}") from error
+        if quorum.heal is not None:
+            tell_heal(
+                quorum.heal, self._lineage.step, before, self._s.heal_warn_share, self._s.events
+            )
         self._s.events.emit(
             Kind.QUORUM,
             step=self._lineage.step + 1,

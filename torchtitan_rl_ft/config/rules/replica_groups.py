@@ -9,6 +9,7 @@ from torchtitan_rl_ft.config.rules.job import Job
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 PROCESS_GROUPS = ("gloo", "nccl")
+LAST_PORT = 65535
 
 
 def torchft_installed(job: Job) -> Iterator[str]:
@@ -84,6 +85,13 @@ def timeouts(job: Job) -> Iterator[str]:
             "fault_tolerance.process_group_timeout_ms",
             "comm.train_timeout_seconds",
         )
+    elif not group_s < ft.manager_timeout_s:
+        yield job.broken(
+            "a commit vote waits for a rank whose sum is running into its timeout: "
+            "process_group_timeout_ms must be shorter than manager_timeout_s",
+            "fault_tolerance.process_group_timeout_ms",
+            "fault_tolerance.manager_timeout_s",
+        )
     if not train_s < job.resolved.get("comm.init_timeout_seconds"):
         yield job.broken(
             "start-up takes longer than a step: train_timeout_seconds must be shorter than "
@@ -113,12 +121,30 @@ def quorum(job: Job) -> Iterator[str]:
             f"{section}.heartbeat_interval_ms",
             f"{section}.heartbeat_timeout_ms",
         )
+    if not 0 < ft.heal_warn_share <= 1:
+        yield job.broken("a share lies between 0 and 1", f"{section}.heal_warn_share")
+    if not 0 <= ft.heal_port <= LAST_PORT:
+        yield job.broken(f"ports lie between 1 and {LAST_PORT}, 0: any", f"{section}.heal_port")
+    if ":" in ft.heal_address and not _has_port(ft.heal_address):
+        yield job.broken("an address is host or host:port", f"{section}.heal_address")
+    if not ft.heartbeat_timeout_ms < ft.quorum_timeout_s * 1000:
+        yield job.broken(
+            "the lighthouse gives a silent group up after heartbeat_timeout_ms, the others must "
+            "wait longer for a quorum",
+            f"{section}.heartbeat_timeout_ms",
+            f"{section}.quorum_timeout_s",
+        )
     if not ft.join_timeout_ms < ft.quorum_timeout_s * 1000:
         yield job.broken(
             "the lighthouse waits join_timeout_ms for stragglers, a group must wait longer",
             f"{section}.join_timeout_ms",
             f"{section}.quorum_timeout_s",
         )
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and ":" not in host and port.isdecimal() and 0 < int(port) <= LAST_PORT
 
 
 def semi_sync(job: Job) -> Iterator[str]:
