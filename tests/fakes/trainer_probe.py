@@ -6,7 +6,9 @@ PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much f
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
 "sleep", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself as it enters that
-phase (of that step, 0: any), once. In semi-sync, see also window_probe.py.
+phase (of that step, 0: any), once. Points beside the phases: "configure" (the quorum stands, its
+process group does not yet) and "transfer" (about to fetch a peer's state). In semi-sync, see also
+window_probe.py.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SKEW_S = float(os.environ.get("PROBE_CLOCK_SKEW_S", "0"))
 if SKEW_S:
@@ -32,7 +35,9 @@ torchtitan_cpu.install()
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
 import window_probe  # noqa: E402
+from torchft import ProcessGroupGloo  # noqa: E402
 
+from torchtitan_rl_ft.replica.state_transport import StateTransport  # noqa: E402
 from torchtitan_rl_ft.trainer import entry  # noqa: E402
 from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
@@ -46,20 +51,35 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def obey_orders() -> None:
-    """Look for an order at every change of phase."""
-    enter = PhaseClock.enter
+    """Look for an order at every change of phase, and at the points between."""
     name = f"order-{os.environ.get('TORCHTITAN_RL_FT_REPLICA_ID', 'standby')}.{os.environ['RANK']}"
     path = Path(os.environ["TORCHTITAN_RL_FT_RUN"]) / name
 
-    def entered(self: PhaseClock, phase: str, step: int) -> None:
-        enter(self, phase, step)
+    def look(point: str, step: int = 0) -> None:
         if path.exists():
             order = json.loads(path.read_text())
-            if order["point"] == phase and order["step"] in (0, step):
+            if order["point"] == point and order["step"] in (0, step):
                 path.unlink()
                 obey(order)
 
+    enter = PhaseClock.enter
+    configure, receive = ProcessGroupGloo.configure, StateTransport.recv_checkpoint
+
+    def entered(self: PhaseClock, phase: str, step: int) -> None:
+        enter(self, phase, step)
+        look(phase, step)
+
+    def configured(self: ProcessGroupGloo, *args: Any, **kwargs: Any) -> None:
+        look("configure")
+        configure(self, *args, **kwargs)
+
+    def received(self: StateTransport, *args: Any, **kwargs: Any) -> Any:
+        look("transfer")
+        return receive(self, *args, **kwargs)
+
     PhaseClock.enter = entered
+    ProcessGroupGloo.configure = configured
+    StateTransport.recv_checkpoint = received
 
 
 def obey(order: dict) -> None:

@@ -98,6 +98,8 @@ class ProxyThread:
     """A TcpProxy with an event loop of its own, for blocking callers and those in another loop. A
     context manager. Methods may be called from any thread."""
 
+    proxy_class = TcpProxy
+
     def __init__(self, upstream_url: str, port: int = 0) -> None:
         """Forwards to `http://host:port`. Raises OSError when `port` is taken."""
         parts = urlsplit(upstream_url)
@@ -106,7 +108,7 @@ class ProxyThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._proxy = TcpProxy(parts.hostname, parts.port)
+        self._proxy = self.proxy_class(parts.hostname, parts.port)
         try:
             self._call(self._proxy.start(port))
         except OSError:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Ettr, ettr, last_life
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
+from torchtitan_rl_ft.observability.healing import Recovery, recoveries
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
@@ -18,6 +19,10 @@ FIRST_LAST_STEPS = 5
 
 MAX_FAULT_LINES = 8
 """Kinds of faults that the summary lists."""
+
+
+MAX_RECOVERIES = 3
+"""Heals that the summary lists, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Summary:
     transport: str
     faults: dict[str, int] = field(default_factory=dict)
     dropped: int = 0
+    recoveries: list[Recovery] = field(default_factory=list)
     saving: SaveAdvice | None = None
     """Of all lives of the run."""
 
@@ -97,6 +103,7 @@ def summarise(
         transport=str(used[-1]) if used else transport,
         faults=dict(_faults(life)),
         dropped=sum(e.kind is Kind.DROP for e in life),
+        recoveries=recoveries(life),
         saving=save_advice(events),
         dumps=[dumps[step]["path"] for step in sorted(dumps)],
     )
@@ -146,6 +153,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         ("dropped", f"{summary.dropped} prompt groups or batches"),
         *([("dumps", _dumps_text(summary.dumps))] if summary.dumps else []),
         *_fault_rows(summary.faults),
+        *_rows("healed", _recovery_lines(summary.recoveries)),
         *(_rows("saving", advice_lines(summary.saving)) if summary.saving is not None else []),
         ("run folder", run_folder),
     ]
@@ -201,6 +209,12 @@ def _fault_rows(faults: Mapping[str, int]) -> list[tuple[str, str]]:
     if more > 0:
         lines[MAX_FAULT_LINES:] = [f"and {more} more, see events.jsonl"]
     return _rows("faults", lines or ["none"])
+
+
+def _recovery_lines(found: Sequence[Recovery]) -> list[str]:
+    more = len(found) - MAX_RECOVERIES
+    lines = [recovery.line() for recovery in found[-MAX_RECOVERIES:]]
+    return lines + ([f"and {more} more, see events.jsonl"] if more > 0 else [])
 
 
 def _rows(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:

@@ -208,9 +208,9 @@ class ReplicaGroup(TorchFTManager):
         latest = self._client.latest
         if len(latest.replica_ids) < self.config.min_replica_size:
             raise MinimumMismatch(
-                f"the lighthouse formed a quorum of {len(latest.replica_ids)} group(s), "
-                f"fault_tolerance.min_replica_size is {self.config.min_replica_size}: no step would "
-                "ever be committed. Start the lighthouse with the configuration of the job"
+                f"the lighthouse formed a quorum of {len(latest.replica_ids)} group(s), but "
+                f"fault_tolerance.min_replica_size is {self.config.min_replica_size}: no step "
+                "could be committed. Start the lighthouse with the configuration of the job"
             )
         must_heal = bool(latest.heal)
         healed = must_heal and self._manager.errored() is None

@@ -127,17 +127,17 @@ def quorum(job: Job) -> Iterator[str]:
         yield job.broken(f"ports lie between 1 and {LAST_PORT}, 0: any", f"{section}.heal_port")
     if ":" in ft.heal_address and not _has_port(ft.heal_address):
         yield job.broken("an address is host or host:port", f"{section}.heal_address")
-    if not ft.heartbeat_timeout_ms < ft.quorum_timeout_s * 1000:
-        yield job.broken(
-            "the lighthouse gives a silent group up after heartbeat_timeout_ms, the others must "
-            "wait longer for a quorum",
-            f"{section}.heartbeat_timeout_ms",
-            f"{section}.quorum_timeout_s",
-        )
     if not ft.join_timeout_ms < ft.quorum_timeout_s * 1000:
         yield job.broken(
             "the lighthouse waits join_timeout_ms for stragglers, a group must wait longer",
             f"{section}.join_timeout_ms",
+            f"{section}.quorum_timeout_s",
+        )
+    elif not ft.heartbeat_timeout_ms < ft.quorum_timeout_s * 1000:
+        yield job.broken(
+            "the lighthouse gives a silent group up after heartbeat_timeout_ms, the others must "
+            "wait longer for a quorum",
+            f"{section}.heartbeat_timeout_ms",
             f"{section}.quorum_timeout_s",
         )
 
