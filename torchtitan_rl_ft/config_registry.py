@@ -86,6 +86,11 @@ def rl_ft_debug() -> RLFaultTolerantTrainer.Config:
     return _shipped("rl_ft_debug.toml")
 
 
+def rl_ft_semi_sync() -> RLFaultTolerantTrainer.Config:
+    """A trainer of the semi-synchronous variant."""
+    return _shipped("rl_ft_semi_sync.toml")
+
+
 def qwen3_8b_math() -> RLFaultTolerantTrainer.Config:
     """A trainer of the Qwen3-8B math workload."""
     return _shipped("qwen3_8b_math.toml")

@@ -229,7 +229,7 @@ def test_the_full_check_is_done_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["rl_ft.toml", "rl_ft_debug.toml"])
+@pytest.mark.parametrize("name", ["rl_ft.toml", "rl_ft_debug.toml", "rl_ft_semi_sync.toml"])
 def test_the_tiny_jobs_pass_the_full_check(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,8 +108,8 @@ BROKEN = [
         ["recovery.rerun_mode", f"{FT}.replica_groups = 1"],
     ),
     (
-        "--recovery.replica_hash_interval 5 --fault_tolerance.semi_sync_method diloco",
-        ["recovery.replica_hash_interval = 5", f"{FT}.semi_sync_method"],
+        "--recovery.rerun_mode report_stats --fault_tolerance.semi_sync_method diloco",
+        ["recovery.rerun_mode", f"{FT}.semi_sync_method"],
     ),
     (
         "--recovery.decrease_batch_size_if_needed --rl.groups_per_step 1 --rl.samples_per_prompt 1",

@@ -403,6 +403,19 @@ def test_parameters_that_overflow_in_an_inner_step_never_reach_the_others():
     )
 
 
+def test_a_base_that_differs_is_found_before_it_is_committed():
+    a, b = (Trainer("diloco", outer_momentum=0.5) for _ in range(2))
+    for t in (a, b):
+        t.attempt._guards = Guards(hashed=t.attempt.equal_tensors)
+    assert all(r.committed for r in together(a, b))  # unlike inner optimizers do not matter
+    with torch.no_grad():
+        b.model[1].bias[0] += 1e-6
+    results = together(a, b, step=1)
+    assert not any(r.committed for r in results)
+    assert [d.groups for d in results[0].differing] == [(1,)]
+    assert results[0].differing[0].name == "1.bias"
+
+
 def test_an_inner_step_whose_tokens_are_all_masked_is_done_without_a_step():
     (a,) = (Trainer(),)
     masked = copy.deepcopy(BATCH)

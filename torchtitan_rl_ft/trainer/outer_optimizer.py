@@ -52,6 +52,10 @@ class OuterOptimizer:
         """The parameters hold the base, their gradients the mean pseudo-gradient."""
         self._sgd.step()
 
+    def names(self) -> dict[int, str]:
+        """Name of each parameter, by its id()."""
+        return {id(p): name for name, p in self._names.items()}
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's shards of the momentum, live."""
         return {name: local_shard(buffer) for name, buffer in self.state_dict().items()}

@@ -245,9 +245,12 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         return Guards(
             finite=recovery.check_for_nan_in_loss_and_grad,
             rerun=self._rerun,
-            hashed=self.state.tensors if recovery.replica_hash_interval else None,
+            hashed=self._equal_tensors if recovery.replica_hash_interval else None,
             hash_interval=recovery.replica_hash_interval or 1,
         )
+
+    def _equal_tensors(self) -> dict[str, torch.Tensor]:
+        return self.state.tensors() if self._window is None else self._window.equal_tensors()
 
     def _build_watch(self) -> NumericWatch:
         recovery = self.config.recovery

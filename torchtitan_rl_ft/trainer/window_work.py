@@ -40,6 +40,7 @@ class WindowWork:
         self._optimizer_tensors = optimizer_tensors
         self._shelf: list[torch.Tensor] = []
         self._key: object = None
+        self._open = False
         self.tally = Tally(np.zeros(0, dtype=bool), None)
 
     def open(self, key: object, n_samples: int, n_recorded: int) -> None:
@@ -50,6 +51,7 @@ class WindowWork:
             self._key = key
             self._store()
             self._start(n_samples, n_recorded)
+        self._open = True
 
     def give_up(self) -> None:
         """Inside an attempt: back to the base, nothing done."""
@@ -60,21 +62,25 @@ class WindowWork:
     def shelve(self) -> None:
         """The attempt was refused: the model holds the base again, the work is kept."""
         self._swap()
+        self._open = False
 
     def settle(self) -> None:
         """The attempt was committed: parameters hold the base, ready for the outer step; the inner
         optimizer goes on with its own state."""
-        self._copy(self._shelf[: len(self._parameters)], self._parameters)
+        self._copy(self.base(), self._parameters)
         self.void()
 
     def void(self) -> None:
         """Forget the work: the model holds another base now."""
-        self._key = None
+        self._key, self._open = None, False
+
+    def base(self) -> list[torch.Tensor]:
+        """This rank's shards of the base's parameters."""
+        return self._shelf[: len(self._parameters)] if self._open else self._parameters
 
     def write_pseudo_gradients(self, gradients: list[torch.Tensor], share: float) -> None:
         """`share` x (base - local) of each parameter, this rank's shards, into `gradients`."""
-        bases = self._shelf[: len(self._parameters)]
-        for g, base, local in zip(gradients, bases, self._parameters, strict=True):
+        for g, base, local in zip(gradients, self.base(), self._parameters, strict=True):
             torch.sub(base, local, out=g).mul_(share)
 
     def _start(self, n_samples: int, n_recorded: int) -> None:

@@ -128,6 +128,13 @@ class WindowAttempt(Attempt):
         self._sum(vector)
         self._group.should_commit(False)
 
+    def equal_tensors(self) -> dict[str, torch.Tensor]:
+        """What all groups hold alike at equal step, by name: not the inner optimizer."""
+        names = self._outer.names()
+        held = zip(self._parameters, self._window.base(), strict=True)
+        outer = {f"outer {name}": t for name, t in self._outer.tensors().items()}
+        return {names[id(p)]: base for p, base in held} | outer
+
     def void(self) -> None:
         """The model was given another state."""
         self._window.void()

@@ -116,9 +116,10 @@ def numeric_guards(job: Job) -> Iterator[str]:
                 "fault_tolerance.enable",
                 "fault_tolerance.replica_groups",
             )
-        if on and ft.semi_sync_method is not None:
-            yield job.broken(
-                f"{key} compares groups in every step, which semi-sync groups do not share",
-                f"recovery.{key}",
-                "fault_tolerance.semi_sync_method",
-            )
+    if recovery.rerun_mode != "disabled" and ft.semi_sync_method is not None:
+        yield job.broken(
+            "rerun_mode computes another group's gradient again, which needs its parameters: in "
+            "semi-sync each group has its own until the window's end",
+            "recovery.rerun_mode",
+            "fault_tolerance.semi_sync_method",
+        )
