@@ -119,6 +119,7 @@ class Stepper:
 
     def attach(self) -> None:
         """Take the state that the ledger names for a new process."""
+        self.enter("attach")
         told: set[str] = set()
         while True:  # each damaged checkpoint is named once
             attach, _ = self._s.link.ask(self._s.ledger.attach)
