@@ -1,6 +1,11 @@
-"""Exactly once, under random faults: the real ledger on a real file, simulated groups and quorum,
-a fake clock. A quorum heals as torchft does: everyone below the largest manager step takes the
-state of one that has it, whatever its history."""
+"""Exactly once, under random faults: the real ledger on a real file, the real split of a batch and
+the real coverage proof, simulated groups and quorum, a fake clock. A quorum heals as torchft does:
+everyone below the largest manager step takes the state of one that has it, whatever its history.
+
+Killed at random points: each trainer group, all of them at once, the rollout role with the ledger,
+the lighthouse (no quorum, then ids from 1 again, perhaps two quorums), serving (a publish that it
+does not answer; the next owner wants the tip again). Checkpoints are torn, some before the ledger
+hears of them."""
 
 from __future__ import annotations
 
@@ -8,16 +13,19 @@ import json
 import random
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from journal_cases import accept, issue, make_batch, split
+import torch
+from journal_cases import accept, issue, make_batch
 
-from torchtitan_rl_ft.journal.audit import audit
+from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.ledger import Ledger
+from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.journal.protocol import PUBLISH, SAVE, CheckpointRef, State
 from torchtitan_rl_ft.journal.records import (
     GENESIS,
@@ -28,11 +36,18 @@ from torchtitan_rl_ft.journal.records import (
     next_token,
 )
 from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.journal.views import view
 from torchtitan_rl_ft.observability.events import EventList, Kind
+from torchtitan_rl_ft.replica.group import Quorum, replica_name
+from torchtitan_rl_ft.roles.report import main_ledger
+from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.trainer import coverage
+from torchtitan_rl_ft.trainer.shares import shares
 
 FAULTY_ROUNDS = 70
 CALM_ROUNDS = 150
 TARGET = 30  # steps that the run must reach after the faults
+SAMPLES = 4  # of each batch: two prompt groups of two
 
 
 class Unreachable(Exception):
@@ -95,6 +110,10 @@ class World:
     groups: dict[int, Group] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)  # slot -> rounds until it restarts
     pids: set[int] = field(default_factory=set)
+    lighthouse_down: int = 0
+    serving_down: int = 0
+    quorum_id: int = 0
+    killed: Counter[str] = field(default_factory=Counter)
     saved: dict[str, Saved] = field(default_factory=dict)
     torn: set[str] = field(default_factory=set)
     sealed: dict[int, SealedBatch] = field(default_factory=dict)
@@ -129,6 +148,7 @@ class World:
         self.events.rate = 0.01 if self.faults else 0.0
 
     def kill_rollout(self) -> None:
+        self.killed["rollout"] += 1
         self.journal.close()
         self.down = self.rng.randint(1, 4)
 
@@ -191,6 +211,7 @@ class World:
     def kill(self, group: Group) -> None:
         slot = group.member.replica_id
         if self.groups.pop(slot, None) is not None:
+            self.killed["trainer"] += 1
             self.pids.discard(group.member.pid)
             self.waiting[slot] = self.rng.randint(1, 6)
 
@@ -232,12 +253,39 @@ class World:
             else:
                 yield group
 
+    def kill_services(self) -> None:
+        """The lighthouse, serving, or the place of all trainers."""
+        if self.chance(0.02):
+            self.lighthouse_down, self.quorum_id = self.rng.randint(1, 4), 0
+            self.killed["lighthouse"] += 1
+        if self.chance(0.02):
+            self.serving_down = self.rng.randint(1, 5)
+            self.killed["serving"] += 1
+        if self.chance(0.01):
+            self.killed["all trainers"] += 1
+            for group in list(self.groups.values()):
+                self.kill(group)
+
+    def restart_services(self) -> None:
+        self.lighthouse_down = max(0, self.lighthouse_down - 1)
+        if self.serving_down:
+            self.serving_down -= 1
+            if not self.serving_down and not self.down:
+                try:
+                    self.ledger.publish_awaited(f"owner-{self.killed['serving']}")
+                except RolloutDied:
+                    self.kill_rollout()
+
     def round(self) -> None:
         self.now += 1.0
         self.roll()
         self.restart_dead()
+        self.kill_services()
+        self.restart_services()
         ready = [group for group in self.present() if self.poll(group)]
         self.rng.shuffle(ready)
+        if self.lighthouse_down:
+            return self.check()
         if len(ready) > 1 and self.chance(0.1):  # a restarted lighthouse may split them
             cut = self.rng.randint(1, len(ready) - 1)
             quorums = [ready[:cut], ready[cut:]]
@@ -245,7 +293,7 @@ class World:
             quorums = [ready]
         for quorum in quorums:
             self.attempt([g for g in quorum if g.member.replica_id in self.groups])
-        self.check()
+        return self.check()
 
     def poll(self, group: Group) -> bool:
         """Beat and long poll; True when there is something to begin."""
@@ -279,7 +327,7 @@ class World:
     def do_publish(self, group: Group) -> None:
         if self.chance(0.05):
             return self.kill(group)
-        if self.chance(0.1):
+        if self.serving_down or self.chance(0.1):
             return None  # serving did not answer: given up, still the holder
         self.version += 1
         result = {"version": self.version}
@@ -292,6 +340,8 @@ class World:
         """One step as the trainers try it."""
         if not quorum:
             return
+        self.quorum_id += 1
+        quorum.sort(key=lambda g: g.member.replica_id)  # ranks go by the names
         top = max(g.manager_step for g in quorum)
         donor = self.rng.choice([g for g in quorum if g.manager_step == top])
         for group in quorum:
@@ -300,9 +350,9 @@ class World:
         answers = [self.begin(g, len(quorum)) for g in quorum]
         if any(self.chance(0.02) and (self.kill(g) is None) for g in quorum):
             return
-        go = all(a is not None and a.decision is Decision.GO for a in answers)
-        same = len({g.state for g in quorum}) == 1
-        if not (go and same):  # the coverage proof fails
+        proofs = self.prove(quorum, answers)
+        if None in proofs:
+            assert proofs == [None] * len(quorum)  # one group's doubt is everybody's
             return
         batch = answers[0].batch
         assert all(a.batch == batch for a in answers)
@@ -310,20 +360,56 @@ class World:
         if poisoned or self.chance(0.1):
             self.refuse(quorum, batch.batch_id, numeric=poisoned or self.chance(0.2))
             return
-        nonce = self.rng.getrandbits(32)
-        for group in quorum:
+        for group, proof in zip(quorum, proofs, strict=True):
             if self.chance(0.05):
                 continue  # an error local to this group: it refuses, the others commit
             if self.chance(0.03):
                 self.kill(group)  # between the vote and the optimizer step
                 continue
-            self.commit(group, batch, nonce, len(quorum))
+            self.commit(group, batch, proof, quorum)
+
+    def prove(self, quorum: list[Group], answers: list[Any]) -> list[coverage.Outcome | None]:
+        """What each group finds in the sum of all groups' coverage vectors; None: no proof."""
+        claims, total = [], torch.zeros(coverage.HEAD + SAMPLES, dtype=torch.float64)
+        for rank, (group, answer) in enumerate(zip(quorum, answers, strict=True)):
+            if answer is None or answer.decision is not Decision.GO:
+                claims.append(None)
+                total += coverage.abstain(SAMPLES, speaks=True)
+                continue
+            state = group.state
+            claims.append(coverage.Claim(state.step, state.token, answer.batch.digest, SAMPLES))
+            lengths = self.sealed[answer.batch.batch_id].lengths()
+            total += coverage.fill(
+                claims[-1],
+                view(lengths, rank, len(quorum)),
+                rank=rank,
+                nonce=self.rng.getrandbits(32),
+                speaks=True,
+                nonfinite=False,
+                loss=0.0,
+                stats=None,
+            )
+        return [self.proof(total, claim, len(quorum)) for claim in claims]
+
+    def proof(
+        self, total: torch.Tensor, claim: coverage.Claim | None, participants: int
+    ) -> coverage.Outcome | None:
+        if claim is None:
+            return None
+        try:
+            return coverage.check(total, claim, participants)
+        except coverage.CoverageError:
+            return None
 
     def begin(self, group: Group, participants: int) -> Any:
         try:
             answer = self.ask(
                 lambda: self.ledger.begin(
-                    group.member, group.state, group.tail, participants=participants, quorum_id=1
+                    group.member,
+                    group.state,
+                    group.tail,
+                    participants=participants,
+                    quorum_id=self.quorum_id,
                 )
             )
         except Unreachable:
@@ -347,18 +433,22 @@ class World:
             except Unreachable:
                 continue
 
-    def commit(self, group: Group, batch: Any, nonce: int, participants: int) -> None:
+    def commit(
+        self, group: Group, batch: Any, proof: coverage.Outcome, quorum: list[Group]
+    ) -> None:
         prev = group.state
-        token = next_token(prev.token, batch.digest, nonce)
+        token = next_token(prev.token, batch.digest, proof.nonce)
+        members = [replica_name(g.member.replica_id) + ":x" for g in quorum]
+        seen = Quorum(len(quorum), 0, self.quorum_id, members)
         record = CommitRecord(
             prev.step + 1,
             batch.batch_id,
             batch.digest,
             prev.token,
             token,
-            participants,
-            1,
-            split(self.sealed[batch.batch_id], participants),
+            len(quorum),
+            self.quorum_id,
+            shares(seen, proof.owners, self.sealed[batch.batch_id].lengths()),
         )
         group.state, group.tail = State(record.step, token), record
         group.params.append(batch.batch_id)
@@ -390,6 +480,8 @@ class World:
             self.saved[path] = Saved(state, group.tail, list(group.params))
             if self.chance(0.1):
                 return self.kill(group)
+            if self.chance(0.1):
+                self.torn.add(path)  # its bytes are lost before the ledger hears of it
             self.ask(lambda: self.ledger.duty_done(group.member, SAVE, state, {"path": path}))
         except Unreachable:
             return
@@ -427,6 +519,7 @@ class World:
         self.faults = False
         self.events.rate = 0.0
         self.torn.clear()
+        self.lighthouse_down = self.serving_down = 0
         for group in self.groups.values():
             group.frozen = 0
 
@@ -469,8 +562,9 @@ def survive(seed: int, folder: Path) -> None:
     assert world.arrived(), world.ledger.status()
     journal, tip = world.journal, world.journal.tip
 
-    found = audit(folder / "journal")
+    found = LedgerReport.of(folder / "journal").audit
     assert found.problems == []
+    assert main_ledger(RunFolder(folder), as_json=False) == ExitCode.DONE
     assert [row.step for row in found.history] == list(range(1, tip.step + 1))
     trained = [row.batch_id for row in found.history]
     assert len(set(trained)) == len(trained)
@@ -488,7 +582,9 @@ def survive(seed: int, folder: Path) -> None:
 
 
 def test_the_simulation_does_provoke_what_it_claims(folder: Path) -> None:
-    """Over some seeds: rewinds, adopted reports, dropped batches, restores, reopened files."""
+    """Over some seeds: rewinds, adopted reports, dropped batches, restores, reopened files, and
+    kills of every role."""
+    killed: Counter[str] = Counter()
     seen: dict[str, int] = dict.fromkeys(("rewound", "adopted", "dropped", "freed", "owners"), 0)
     decisions: set[str] = set()
     for seed in range(40):
@@ -499,6 +595,7 @@ def test_the_simulation_does_provoke_what_it_claims(folder: Path) -> None:
         if world.down:
             world.open()
         found = world.journal.audit()
+        killed += world.killed
         seen["rewound"] += world.journal.era
         seen["adopted"] += sum(c.adopted for c in world.journal.commits_after(0))
         seen["dropped"] += sum("refused" in reason for reason in found.dropped)
@@ -507,4 +604,6 @@ def test_the_simulation_does_provoke_what_it_claims(folder: Path) -> None:
         decisions |= {e["decision"] for e in world.events.events if e["kind"] is Kind.BEGIN}
         world.journal.close()
     assert all(seen.values()), seen
+    roles = {"trainer", "all trainers", "rollout", "lighthouse", "serving"}
+    assert set(killed) == roles and min(killed.values()) >= 10, killed
     assert decisions == {Decision.WAIT, Decision.HEAL, Decision.RESTORE}, decisions
