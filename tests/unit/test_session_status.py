@@ -252,6 +252,7 @@ def test_what_is_kept_after_which_end(home, exit_code, argv, kept):
 
 
 @pytest.mark.row("F3")
+@pytest.mark.row("F10")
 @pytest.mark.parametrize("host", [HERE, "elsewhere"], ids=["alive", "unknown"])
 def test_a_session_of_a_living_or_unknown_job_is_not_taken(home, sleeper, host):
     """Also when its serving role has died; and nothing of it is touched."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
+from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.session_identity import frozen, identify
@@ -192,10 +192,15 @@ class Session:
         if record is None:
             return []
         engines = len(self.folder.engine_holds())
+        unreplayed = (
+            "rollout.journal = false: the batches and prompts of this run cannot be replayed, the "
+            "next job goes on from its newest checkpoint alone"
+        )
         return [
             f"serving session {self.folder.id} is kept for {record.retain_ttl_s:g} s "
             f"({engines} engines): run the same command with --recovery.auto_continue_train to go "
-            f"on with it, or `torchtitan stop {self.folder.id}` to end it"
+            f"on with it, or `torchtitan stop {self.folder.id}` to end it",
+            *([] if journaling(self._resolved.sections.rollout) else [unreplayed]),
         ]
 
 

@@ -23,8 +23,8 @@ class RLOptimizers(OptimizersContainer):
         return OptimizersContainer._resolve_optimizer_factory(name)
 
 
-def _sgd(
-    parameters: Any, *, fused: bool = False, foreach: bool = False, **kwargs: Any
-) -> Optimizer:
-    """PyTorch has no fused SGD of sharded tensors."""
-    return torch.optim.SGD(parameters, foreach=foreach or fused, **kwargs)
+def _sgd(groups: list[dict[str, Any]], **kwargs: Any) -> Optimizer:
+    """Not fused, whatever `optimizer.implementation` is: PyTorch has no such SGD of sharded
+    tensors."""
+    unfused = [{**g, "fused": False, "foreach": True} if g.get("fused") else g for g in groups]
+    return torch.optim.SGD(unfused, **kwargs)
