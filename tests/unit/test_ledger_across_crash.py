@@ -35,8 +35,8 @@ class SlowServing(ScriptedServing):
     def waits(self, group: int) -> bool:
         return group > self.last_answered or (group == STALE and self.stale_waits)
 
-    async def generate(self, request):
-        answer = await super().generate(request)
+    async def generate(self, request, *args):
+        answer = await super().generate(request, *args)
         while self.waits(group_of(request)):
             await asyncio.sleep(0.01)
         return answer
