@@ -28,7 +28,7 @@ from torchtitan_rl_ft.session_folder import SessionUnreadable
 if TYPE_CHECKING:
     from torchtitan_rl_ft.roles.status import Target
 
-ROLES = ("lighthouse", "serving", "rollout", "trainer", "chaos")
+ROLES = ("lighthouse", "serving", "rollout", "trainer", "inspector", "chaos")
 
 DESCRIPTION = "RL post-training on TorchTitan that does not stop when machines do."
 

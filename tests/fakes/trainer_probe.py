@@ -5,14 +5,15 @@ RUN/probe-<replica>.<rank>.jsonl, one line per step: step, token, digests, learn
 PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much forward.
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
-"sleep", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself as it enters that
-phase (of that step, 0: any), once. Points beside the phases: "configure" (the quorum stands, its
-process group does not yet) and "transfer" (about to fetch a peer's state). In semi-sync, see also
-window_probe.py.
+"sleep" | "hold" | "fail", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself
+as it enters that phase (of that step, 0: any), once. Points beside the phases: "configure" (the
+quorum stands, its process group does not yet) and "transfer" (about to fetch a peer's state). In
+semi-sync, see also window_probe.py.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ from torchtitan_rl_ft.platform import torchtitan_cpu  # noqa: E402
 
 torchtitan_cpu.install()
 
+import life_probe  # noqa: E402
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
 import window_probe  # noqa: E402
@@ -41,6 +43,7 @@ from torchtitan_rl_ft.replica.state_transport import StateTransport  # noqa: E40
 from torchtitan_rl_ft.trainer import entry  # noqa: E402
 from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
+from torchtitan_rl_ft.trainer.stepper import HealFailed  # noqa: E402
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -90,6 +93,10 @@ def obey(order: dict) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "sleep":
             time.sleep(order["sleep_s"])
+        case "hold":  # the interpreter, in a call of C
+            ctypes.PyDLL(None).sleep(600)
+        case "fail":
+            raise HealFailed("ordered by a test")
 
 
 def append(trainer: RLFaultTolerantTrainer, kind: str, line: dict) -> None:
@@ -133,6 +140,7 @@ def main() -> int:
     probe_commits()
     window_probe.install(held, append)
     trainer_fault.install()
+    life_probe.install(append)
     return entry.main()
 
 

@@ -25,7 +25,7 @@ class TrainerRun:
     """One run folder with its processes. Use as a context manager.
 
     `launched`: groups are started by the trainer role itself, so that the death of one rank ends
-    its group; else each rank is a probe (tests/fakes/trainer_probe.py).
+    its group; else by the test. Each rank is a probe (tests/fakes/trainer_probe.py).
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class TrainerRun:
             self.wait_for(lambda: self.ready("lighthouse"), "the lighthouse")
         elif self.launched:
             folder, group = str(self.run.path), name.removeprefix("trainer-")
-            role = ["-m", "torchtitan_rl_ft", "run", "--role", "trainer", "--run-folder", folder]
+            launcher = str(ROOT / "tests/fakes/probe_group.py")
+            role = [launcher, "run", "--role", "trainer", "--run-folder", folder]
             self._spawn(name, [([*role, "--fault_tolerance.replica_id", group], {})])
         else:
             if name.startswith("standby-"):
@@ -218,6 +219,10 @@ class TrainerRun:
             lines += [json.loads(line) for line in whole.splitlines()]
             self._read[path] = (offset + len(whole), lines)
         return lines
+
+    def lives(self, group: int, rank: int = 0) -> list[dict]:
+        """Starts of training in a rank, in order (life_probe.py)."""
+        return list(self._lines(self.run.path / f"life-{group}.{rank}.jsonl"))
 
     def window(self, group: int, rank: int = 0) -> list[dict]:
         """Inner steps, refusals and restores of a group in semi-sync, in order."""

@@ -9,14 +9,22 @@ import sys
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
+import pytest_asyncio
 
+from torchtitan_rl_ft.config.resolve import resolve
+from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.host.phase_file import PhaseRecord, records
 from torchtitan_rl_ft.host.phase_limits import Limits
-from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.observability.events import EventList, EventLog, Kind
+from torchtitan_rl_ft.roles import inspector
+from torchtitan_rl_ft.roles.job import role_specs
+from torchtitan_rl_ft.roles.lifecycle import Action, Duty, after_exit
 from torchtitan_rl_ft.roles.watcher import Lessons, Watcher
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.rpc.server import make_app, start
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 
 FAKE = Path(__file__).parents[1] / "fakes" / "watched_rank.py"
 LIMITS = Limits(
@@ -131,3 +139,59 @@ def test_what_was_learned_is_used_by_the_next_start_of_the_same_layout(tmp_path)
     assert Lessons(path, {"ranks": 4}, {}).limits_s() == {}
     path.write_text("{")
     assert Lessons(path, {"ranks": 2}, {}).limits_s() == {}
+
+
+@pytest_asyncio.fixture
+async def ask(tmp_path, monkeypatch):
+    """GET on an inspector of the run in `tmp_path`."""
+    monkeypatch.setenv(TOKEN_ENV, "secret")
+    resolved = resolve([f"--job.dump_folder={tmp_path}", "--fault_tolerance.enable"])
+    url, runner = await start(make_app("secret", inspector.routes(resolved)))
+    async with aiohttp.ClientSession() as http:
+
+        async def get(path, token="secret"):
+            headers = {"Authorization": f"Bearer {token}"}
+            async with http.get(url + path, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+        yield get
+    await runner.cleanup()
+
+
+@pytest.mark.timeout(120)
+async def test_the_inspector_shows_phases_stacks_of_what_hangs_and_events(run, ask):
+    folder, (holds, stopped) = run("holds", "waits")
+    stopped.process.send_signal(signal.SIGSTOP)
+    status, body = await ask("/v1/phases")
+    assert status == 200
+    ranks = {r["rank"]: r for r in body["ranks"]}
+    assert ranks["trainer-1.0"]["phase"] == "reduce" and ranks["trainer-1.0"]["in_phase_s"] > 0
+    assert ranks["trainer-1.0"]["limit_of"] == "recovery.phase_timeout_s"
+    assert ranks["trainer-1.1"]["state"] == "stopped"
+    status, body = await ask("/v1/stacks?rank=trainer-1.0")
+    assert status == 200 and "in hold_the_interpreter" in body["stacks"], body
+    assert holds.process.poll() is None
+    status, body = await ask("/v1/stacks?rank=trainer-1.1")
+    assert status == 409 and "is stopped" in body["error"]
+    status, body = await ask("/v1/stacks?rank=supervisor")
+    assert status == 404 and "trainer-1.0, trainer-1.1" in body["error"]
+    events = EventLog(folder.events, run="r", role="trainer", name="trainer-1")
+    for step in range(5):
+        events.emit(Kind.PHASE, phase="reduce", step=step)
+    events.close()
+    status, body = await ask("/v1/events?last=2")
+    assert [e["step"] for e in body["events"]] == [3, 4]
+    assert (await ask("/v1/events?last=x"))[0] == 400
+    assert (await ask("/v1/phases", token="wrong"))[0] == 401
+
+
+def test_the_run_has_an_inspector_when_asked_and_goes_on_without_it(tmp_path):
+    folder = RunFolder(tmp_path)
+    sections = resolve([f"--job.dump_folder={tmp_path}", "--fault_tolerance.enable"]).sections
+    assert "inspector" not in [s.name for s in role_specs(sections, folder)]
+    sections.recovery.run_workload_inspector_server = True
+    assert "inspector" in [s.name for s in role_specs(sections, folder)]
+    limits = RestartLimits(max_restarts=1, window_s=100.0)
+    times = {"ending": False, "now_s": 10.0, "limits": limits}
+    assert after_exit(Duty.HELPER, 1, restarts_s=[], **times).action is Action.RESTART
+    assert after_exit(Duty.HELPER, 1, restarts_s=[9.0], **times).action is Action.STOPPED

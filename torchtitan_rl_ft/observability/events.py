@@ -71,7 +71,7 @@ class Event:
     wall_s: float
     mono_s: float
     run: str
-    role: str  # supervisor, lighthouse, serving, rollout, trainer
+    role: str  # supervisor, lighthouse, serving, rollout, trainer, inspector
     name: str  # the process: "trainer-1", "serving", ...
     attempt: int
     pid: int

@@ -132,6 +132,8 @@ def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
         specs += [*trainers, *_standby_specs(sections.recovery, folder)]
         if sections.fault_tolerance.enable:
             specs.insert(0, _spec(folder, "lighthouse", "lighthouse", Duty.SERVICE))
+    if sections.recovery.run_workload_inspector_server:
+        specs.append(_spec(folder, "inspector", "inspector", Duty.HELPER))
     if sections.chaos.enable:
         specs.append(_spec(folder, "chaos", "chaos", Duty.SERVICE))
     return specs

@@ -20,6 +20,7 @@ class Duty(StrEnum):
     DRIVER = "driver"  # the run is done
     WORKER = "worker"  # its part is done
     SERVICE = "service"  # a fault: it serves until it is told to stop
+    HELPER = "helper"  # a fault, but the run goes on without it
     STANDBY = "standby"  # a fault; the run goes on without it
 
 
@@ -81,6 +82,8 @@ def after_exit(
     fault = fault_of_exit(returncode)
     rung = Rung.GROUP if duty is Duty.WORKER else Rung.ROLE
     step = next_step(fault, limits={rung: limits}, restarts_s={rung: restarts_s}, now_s=now_s)
+    if step.rung is Rung.JOB and duty is Duty.HELPER:
+        return Verdict(Action.STOPPED, f"{step.reason}, the run goes on without it")
     if step.rung is Rung.JOB:
         code = ExitCode.FAILED if fault is Fault.PROCESS else ExitCode(returncode or 0)
         if duty is Duty.STANDBY:

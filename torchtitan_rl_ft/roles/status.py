@@ -34,6 +34,7 @@ CLEANUP_TIMEOUT_S = 60.0
 HURRY_S = 10.0
 
 SUPERVISOR = "supervisor"
+INSPECTOR = "inspector"
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def show(found: dict[str, Any]) -> list[str]:
     if "serving" in found:
         lines += _session_lines(found)
     lines += [
-        _line("role", f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}")
+        _line("role", f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}{_at(r)}")
         for r in found["roles"]
     ]
     lines += [
@@ -197,6 +198,11 @@ def show(found: dict[str, Any]) -> list[str]:
         for t in found.get("trainers", [])
     ]
     return lines
+
+
+def _at(role: dict[str, Any]) -> str:
+    """The address of what is there to be asked by people."""
+    return f"  {role['url']}" if role["name"] == INSPECTOR else ""
 
 
 def _session_lines(found: dict[str, Any]) -> list[str]:

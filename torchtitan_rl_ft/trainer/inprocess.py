@@ -10,6 +10,7 @@ is saved is the process: interpreter, libraries, CUDA context, compiled code.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -22,6 +23,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from torchtitan_rl_ft.config.sections import RecoverySection
 from torchtitan_rl_ft.escalation import Fault, RestartLimits, Rung, next_step
@@ -197,8 +201,13 @@ def let_go() -> None:
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()
-    # DTensor's random numbers are bound to a mesh that is gone.
+    # What DTensor keeps for the process is bound to meshes that are gone, and holds their groups.
     torch.distributed.tensor._random._rng_tracker = None
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    for cached in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+        if (cached.__module__ or "").startswith("torch.distributed"):
+            cached.cache_clear()
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
 import threading
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.host.phase_file import PhaseFile
@@ -43,9 +45,15 @@ def this_member(replica_id: int) -> Member:
 def event_sink(run: RunFolder, replica_id: int, speaks: bool) -> EventSink:
     if not speaks:
         return NoEvents()
+    return _event_log(run.path, replica_id)
+
+
+@functools.cache
+def _event_log(run: Path, replica_id: int) -> EventLog:
+    """One of a process, however often it begins again."""
     return EventLog(
-        run.events,
-        run=run.path.name,
+        RunFolder(run).events,
+        run=run.name,
         role="trainer",
         name=f"trainer-{replica_id}",
         attempt=int(os.environ.get(ATTEMPT_ENV, "1")),

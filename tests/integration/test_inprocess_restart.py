@@ -1,0 +1,82 @@
+"""Restart inside the living process: the same pid, nothing imported again, healed bitwise."""
+
+import signal
+
+import psutil
+import pytest
+from trainer_run import TrainerRun, assert_groups_equal, steps_of
+from watching import watched
+
+pytestmark = pytest.mark.timeout(300)
+
+RESTARTS = 5
+
+
+def together(run, n=5):
+    """`n` more steps of all groups."""
+    run.wait_for(lambda: run.metrics() and run.metrics()[-1]["participants"] == 2, "both groups")
+    run.wait_step(len(run.metrics()) + n)
+
+
+def test_a_failed_step_restarts_in_process_until_that_is_used_up(tmp_path):
+    keys = {
+        "recovery__inprocess_restart": True,
+        "recovery__inprocess_max_restarts": RESTARTS,
+        "fault_tolerance__process_group_timeout_ms": 5000,
+    }
+    with TrainerRun(tmp_path / "run", steps=4000, groups=2, **keys) as run:
+        run.start_all(host_args=("--slow-s", "0.05"))
+        together(run)
+        pids = {name: run.processes[name][0].pid for name in ("trainer-0", "trainer-1")}
+        for n in range(RESTARTS):
+            run.order(1, ("reduce", "commit", "optimizer", "quorum")[n % 4], act="fail")
+            run.wait_for(lambda n=n: len(run.lives(1)) == n + 2, f"restart {n + 1}")
+            together(run)
+        lives = run.lives(1)
+        assert {life["pid"] for life in lives} == {pids["trainer-1"]}
+        assert all(life["modules"] == lives[0]["modules"] for life in lives)
+        assert all(life["trainers"] == 1 for life in lives), "an old trainer is still held"
+        # The first restart starts what a process starts once (autograd's threads).
+        assert lives[-1]["threads"] <= lives[1]["threads"], [life["thread_names"] for life in lives]
+        assert lives[-1]["fds"] <= lives[1]["fds"], lives
+        restarts = [e for e in run.events("restart") if e["name"] == "trainer-1"]
+        assert [e["phase"] for e in restarts] == ["in_process"] * RESTARTS
+        assert [e["data"]["attempt"] for e in restarts] == list(range(1, RESTARTS + 1))
+        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert sum(e["name"] == "trainer-1" for e in run.events("heal")) >= RESTARTS
+        assert_groups_equal(run, (0, 1), at_least=5 * RESTARTS)
+        assert run.processes["trainer-0"][0].poll() is None
+
+        run.order(1, "reduce", act="fail")
+        assert run.wait_exit("trainer-1") == [1]
+        (end,) = [e for e in run.events("escalate") if e["name"] == "trainer-1"]
+        assert end["phase"] == "role" and f"{RESTARTS} restarts within" in end["cause"]
+        at = len(run.metrics())
+        run.wait_step(at + 3)  # the other group goes on
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_rank_is_replaced_and_the_others_of_its_group_begin_again_in_place(tmp_path, signum):
+    """Stopped: the other rank is stuck in a collective with it, until the watcher ends it."""
+    keys = {
+        "recovery__inprocess_restart": True,
+        "recovery__rank_silence_timeout_s": 8,
+        "fault_tolerance__process_group_timeout_ms": 5000,
+    }
+    with TrainerRun(tmp_path / "run", steps=4000, groups=2, ranks=2, launched=True, **keys) as run:
+        run.start_all(host_args=("--slow-s", "0.05"))
+        together(run)
+        (launcher,) = run.processes["trainer-1"]
+        before = [run.lives(1, rank)[0]["pid"] for rank in (0, 1)]
+        with watched(run.run):
+            psutil.Process(before[1]).send_signal(signum)
+            run.wait_for(lambda: len(run.lives(1, 1)) == 2, "the new rank")
+            together(run)
+        after = [run.lives(1, rank)[-1]["pid"] for rank in (0, 1)]
+        assert after[0] == before[0] and after[1] != before[1]
+        assert launcher.poll() is None
+        phases = {(e["data"]["subject"], e["phase"]) for e in run.events("restart")}
+        assert phases >= {("trainer-1", "in_process"), ("trainer-1.1", "role")}
+        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        for rank in (0, 1):
+            assert_groups_equal(run, (0, 1), at_least=8, rank=rank)
