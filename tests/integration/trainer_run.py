@@ -39,6 +39,7 @@ class TrainerRun:
         **keys,
     ) -> None:
         self.launched = launched
+        self.lighthouse_args: list[str] = []
         self.run, self.steps, self.groups, self.ranks = RunFolder(path), steps, groups, ranks
         self.env = {
             **os.environ,
@@ -94,7 +95,8 @@ class TrainerRun:
             self._spawn(name, [(command, {})])
             self.wait_for(lambda: self.ready("rollout"), "the host")
         elif name == "lighthouse":
-            self._spawn(name, [(["-m", "torchtitan_rl_ft", "run", "--role", "lighthouse"], {})])
+            role = ["-m", "torchtitan_rl_ft", "run", "--role", "lighthouse"]
+            self._spawn(name, [([*role, *self.lighthouse_args], {})])
             self.wait_for(lambda: self.ready("lighthouse"), "the lighthouse")
         elif self.launched:
             folder, group = str(self.run.path), name.removeprefix("trainer-")

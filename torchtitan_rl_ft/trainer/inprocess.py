@@ -33,6 +33,7 @@ from torchtitan_rl_ft.host import regroup
 from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
 from torchtitan_rl_ft.journal.client import BatchWaitTimeout
 from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.replica.group import MinimumMismatch
 from torchtitan_rl_ft.rpc.client import RoleUnreachable
 from torchtitan_rl_ft.run_folder import REPLICA_ENV, RunFolder
 from torchtitan_rl_ft.trainer import watch
@@ -54,7 +55,7 @@ _POLL_S = 0.05
 
 FAULTS: tuple[tuple[tuple[type[BaseException], ...], Fault], ...] = (
     ((NumericStop,), Fault.NUMERIC),
-    ((ModelConfigError, CheckpointUnusable, FoldersDiffer), Fault.CONFIG),
+    ((ModelConfigError, CheckpointUnusable, FoldersDiffer, MinimumMismatch), Fault.CONFIG),
     ((WrongResult,), Fault.WRONG_RESULT),
     ((MemoryError, torch.OutOfMemoryError), Fault.MEMORY),
     ((torch.AcceleratorError,), Fault.DEVICE),

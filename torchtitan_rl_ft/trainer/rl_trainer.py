@@ -6,6 +6,7 @@ One call of `train_step` is one committed step, however many attempts it takes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -42,6 +43,7 @@ from torchtitan_rl_ft.trainer.anomalies import AnomalyWatch
 from torchtitan_rl_ft.trainer.attempt import Attempt, Guards, Placement
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
+from torchtitan_rl_ft.trainer.flight_record import FlightRecord
 from torchtitan_rl_ft.trainer.gradients import local_gradients
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.layout import group_layout, model_identity
@@ -62,7 +64,7 @@ from torchtitan_rl_ft.trainer.rerun import Rerun
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.standby import BUILT, Place, await_place, waits
-from torchtitan_rl_ft.trainer.stepper import RunStopped, Seams, Stepper
+from torchtitan_rl_ft.trainer.stepper import POLL_S, RunStopped, Seams, Stepper
 from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 from torchtitan_rl_ft.trainer.window_work import WindowWork
 from torchtitan_rl_ft.trainer.windows import WindowAttempt
@@ -166,6 +168,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.lineage,
             max_refusals=config.fault_tolerance.max_commit_retries,
             batch_wait_timeout_s=config.recovery.batch_wait_timeout_s,
+            poll_s=min(POLL_S, config.comm.train_timeout_seconds / 3),
         )
 
     def _bind_checkpoints(self) -> None:
@@ -308,7 +311,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.ft_manager.join(self.state, self._token, lineage.step, lineage.batches_committed)
         self.link.tell(lambda: self._beats.start(self.lineage.state, self.clock.phase))
         try:
-            super().train()
+            with self._flight_record():
+                super().train()
         finally:
             self._beats.stop()
         assert self.stopped is not None
@@ -318,6 +322,16 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if self.stopped.outcome in STARTED_AGAIN:
             self.close()
             raise SystemExit(ExitCode.REQUEUE)
+
+    def _flight_record(self) -> contextlib.AbstractContextManager[None]:
+        comm = self.config.comm
+        if comm.trace_buf_size <= 0:
+            return contextlib.nullcontext()
+        group = f"trainer-{self.config.fault_tolerance.replica_id}"
+        folder = self.run_folder.path / comm.save_traces_folder / group
+        folder /= f"attempt_{os.environ.get(ATTEMPT_ENV, '1')}"
+        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        return FlightRecord(folder, comm.save_traces_file_prefix, rank, ranks).kept()
 
     def should_continue_training(self) -> bool:
         """Until the ledger says stop: after the last step there may be a policy to publish."""

@@ -109,11 +109,20 @@ class Stepper:
     """Drives a group from commit to commit. All ranks of a group call it alike."""
 
     def __init__(
-        self, seams: Seams, lineage: Lineage, *, max_refusals: int, batch_wait_timeout_s: float
+        self,
+        seams: Seams,
+        lineage: Lineage,
+        *,
+        max_refusals: int,
+        batch_wait_timeout_s: float,
+        poll_s: float = POLL_S,
     ) -> None:
+        """`poll_s`: of one question for a batch, shorter than the timeout of the group's
+        collectives."""
         self._s, self._lineage = seams, lineage
         self._refusals = Refusals(max_refusals)
         self._batch_wait_timeout_s = batch_wait_timeout_s
+        self._poll_s = poll_s
         self.policy_version: int | None = None
         """The newest announced policy when this group was last told to save."""
 
@@ -223,7 +232,7 @@ class Stepper:
 
     def _poll(self) -> Ready | Offer | Stop | None:
         try:
-            return self._s.ledger.next_batch(self._lineage.step, POLL_S, self._lineage.token)
+            return self._s.ledger.next_batch(self._lineage.step, self._poll_s, self._lineage.token)
         except BatchWaitTimeout as e:
             logger.info("%s", e)
             return None

@@ -1,0 +1,62 @@
+"""Flight recorder files: who writes one, and when."""
+
+import os
+import threading
+
+import pytest
+
+from torchtitan_rl_ft.trainer import flight_record as module
+from torchtitan_rl_ft.trainer.flight_record import FlightRecord
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "PEERS_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(module, "dump", lambda: b"record")
+    return [FlightRecord(tmp_path / "traces", "rank_", rank, 2) for rank in range(2)]
+
+
+def fail(record):
+    with pytest.raises(RuntimeError, match="gloo"), record.kept():
+        raise RuntimeError("gloo")
+
+
+@pytest.mark.row("A7")
+def test_the_other_ranks_write_when_one_fails(ranks, tmp_path):
+    over = threading.Event()
+
+    def wait() -> None:
+        with ranks[1].kept():
+            over.wait(10)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    fail(ranks[0])
+    assert sorted(f.name for f in (tmp_path / "traces").iterdir()) == ["rank_0", "rank_1"]
+    over.set()
+    waiting.join()
+
+
+def test_a_good_end_writes_nothing(ranks, tmp_path):
+    with ranks[0].kept():
+        pass
+    with pytest.raises(SystemExit), ranks[0].kept():
+        raise SystemExit(75)
+    assert not (tmp_path / "traces").exists()
+
+
+def test_files_of_an_earlier_life_are_written_anew(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PEERS_TIMEOUT_S", 0.0)
+    old = tmp_path / "traces" / "rank_0"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    os.utime(old, (1, 1))
+    fail(ranks[0])
+    assert old.read_bytes() == b"record"
+
+
+def test_a_record_that_cannot_be_written_hides_no_error(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PEERS_TIMEOUT_S", 0.0)
+    (tmp_path / "traces").write_text("in the way")
+    fail(ranks[0])
