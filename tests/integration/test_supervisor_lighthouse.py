@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.observability.events import Kind, read_events
-from torchtitan_rl_ft.roles.lighthouse import load_server_class
+from torchtitan_rl_ft.roles.lighthouse import load_extension
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 
 
@@ -62,14 +62,14 @@ def test_address_taken_by_another_is_an_error_that_names_it(run_folder):
     first = start(run_folder)
     url = url_of(run_folder, first.pid)
     with pytest.raises(RuntimeError, match="in use"):
-        load_server_class()(bind=url.removeprefix("http://"), min_replicas=1)
+        load_extension().LighthouseServer(bind=url.removeprefix("http://"), min_replicas=1)
     end(first)
 
 
 def test_needs_neither_torch_nor_the_torchft_package():
     script = (
-        "import sys; from torchtitan_rl_ft.roles.lighthouse import load_server_class;"
-        "load_server_class(); print(sorted({'torch', 'torchft'} & set(sys.modules)))"
+        "import sys; from torchtitan_rl_ft.roles.lighthouse import load_extension;"
+        "load_extension(); print(sorted({'torch', 'torchft'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

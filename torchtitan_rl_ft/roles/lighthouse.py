@@ -25,8 +25,8 @@ HOST = "127.0.0.1"
 _REBIND_TIMEOUT_S = 10.0
 
 
-def load_server_class() -> Any:
-    """torchft's LighthouseServer, from its extension module alone.
+def load_extension() -> Any:
+    """torchft's extension module alone: its servers and clients.
 
     `import torchft` pulls in torch and OpenTelemetry, seconds before a quorum can form; the
     extension needs neither. Raises ModuleNotFoundError when torchft is not installed.
@@ -44,7 +44,7 @@ def load_server_class() -> Any:
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            return module.LighthouseServer
+            return module
     raise ModuleNotFoundError(f"no _torchft extension module in {folder}", name="torchft")
 
 
@@ -53,7 +53,7 @@ def start_server(section: FaultToleranceSection, port: int) -> tuple[Any, str]:
 
     Raises RuntimeError when the port is in use.
     """
-    server = load_server_class()(
+    server = load_extension().LighthouseServer(
         bind=f"{HOST}:{port}",
         min_replicas=section.lighthouse_min_replicas or section.min_replica_size,
         join_timeout_ms=section.join_timeout_ms,
