@@ -59,6 +59,8 @@ async def test_requests_of_a_lent_engine_go_on_with_every_token(
         assert status["wasted_tokens"] == 0 and status["continued_tokens"] > 8
         # A repeated request is granted the same; no other place can be spared.
         assert await lending.lend("job", "trainer-0", 10.0) == 1
+        with pytest.raises(NotLent, match="no engine of this pool has a place"):
+            await lending.lend("job", "trainer-1", 10.0, devices=2)
         with pytest.raises(NotLent, match=r"1 engines are up, and rollout.min_engines is 1"):
             await lending.lend("job", "trainer-1", 10.0)
         assert not pool.seen("fault") and not pool.seen("restart")

@@ -16,7 +16,12 @@ from torchtitan_rl_ft.journal.database import FILE_NAME
 from torchtitan_rl_ft.journal.partials import Piece
 from torchtitan_rl_ft.journal.store import Journal, NewGroup
 from torchtitan_rl_ft.observability.events import EventList
-from torchtitan_rl_ft.rollout.generation import Generated, GenerationFailed, Keep
+from torchtitan_rl_ft.rollout.generation import (
+    Generated,
+    GenerationFailed,
+    Keep,
+    ServingUnavailable,
+)
 from torchtitan_rl_ft.rollout.partials import Unfinished
 from torchtitan_rl_ft.serving.progress import Account, Progress, stream_limit
 from torchtitan_rl_ft.serving.requests import GenerateRequest, Held
@@ -226,6 +231,28 @@ async def test_what_is_too_old_is_dropped_with_a_reason_and_drawn_anew(tmp_path:
     discards = [e for e in host.kinds("partial") if e["phase"] == "discard"]
     assert {e["cause"] for e in discards} == {"too old: policy age 1, at most 0"}
     assert [e["tokens"] for e in discards] == [8, 8, 8]
+    running.cancel()
+    await asyncio.wait({running})
+    host.close()
+
+
+@pytest.mark.row("C8")
+async def test_a_lost_serving_role_costs_no_token_that_was_told(tmp_path: Path) -> None:
+    class Broken(Growing):
+        async def generate(self, request, keep: Keep = lambda pieces: None) -> list[Generated]:
+            found = await super().generate(request, keep)
+            if not request.held:
+                raise ServingUnavailable("the answer broke off")
+            return found
+
+    serving = Broken()
+    serving.stuck.set()
+    host = Host(tmp_path, serving, partial_interval_tokens=1)
+    running = asyncio.create_task(host.loop.run())
+    host.publish()
+    await host.batch()
+    assert [bool(r.held) for r in serving.requests] == [False] * 3 + [True] * 3
+    assert not any(host.journal.partial(g) for g in (1, 2, 3))
     running.cancel()
     await asyncio.wait({running})
     host.close()

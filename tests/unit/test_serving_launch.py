@@ -184,3 +184,11 @@ def test_a_transport_that_is_not_there_is_named() -> None:
     assert make_transport("auto").name == make_transport("disk").name == "disk"
     with pytest.raises(TransportUnknown, match=r"rollout\.weight_transport = 'nixl' is not"):
         make_transport("nixl")
+
+
+def test_devices_of_a_slot_are_those_that_its_engine_computes_on(tmp_path: Path) -> None:
+    assert launcher(tmp_path).devices(1) == []
+    made = launcher(tmp_path, on_cpu=False, engine_args=["--tp-size=2"])
+    assert [made.devices(slot) for slot in (0, 1)] == [[0, 1], [2, 3]]
+    placed = launcher(tmp_path, on_cpu=False, engine_args=["--base-gpu-id=4"])
+    assert placed.devices(0) == [4]

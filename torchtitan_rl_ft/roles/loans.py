@@ -41,7 +41,7 @@ class BorrowedPlaces:
         try:
             answer = await self._post(
                 "/v1/lend",
-                {"timeout_s": LEND_TIMEOUT_S, "borrower": place},
+                {"timeout_s": LEND_TIMEOUT_S, "borrower": place, "devices": self._ranks},
                 LEND_TIMEOUT_S + _ANSWER_S,
             )
         except (RoleRefused, RoleUnreachable) as e:

@@ -29,8 +29,8 @@ class Candidate:
     index: int
     duty: Duty
     lendable: bool
-    """Its engine is ours, answers alone, and takes the policy's versions; the slot is in use and
-    not lent."""
+    """Its engine is ours, answers alone, and takes the policy's versions; the slot is in use, not
+    lent, and has the devices that are wanted."""
 
     live: bool
     """It has an engine that is up."""
@@ -59,12 +59,13 @@ class Lending:
     def __init__(self, slots: Sequence[Slot], shared: Shared, loans: Loans) -> None:
         self._slots, self._shared, self._loans = slots, shared, loans
 
-    async def lend(self, attempt: str, borrower: str, timeout_s: float) -> int:
-        """The slot whose place is the borrower's from now on: its engine has ended. What it was
-        doing for at most `timeout_s` more goes on at the others. Raises NotLent, OSError."""
+    async def lend(self, attempt: str, borrower: str, timeout_s: float, devices: int = 0) -> int:
+        """The slot whose place, of at least so many `devices` where there are any, is the
+        borrower's from now on: its engine has ended. What it was doing for at most `timeout_s`
+        more goes on at the others. Raises NotLent, OSError."""
         slot = self._lent_to(attempt, borrower)
         if slot is None:
-            slot = self._choose()
+            slot = self._choose(devices)
             await self._grant(slot, Loan(slot.index, attempt, borrower), timeout_s)
         loan = slot.loan
         await self._shared.changes.wait_until(
@@ -90,12 +91,29 @@ class Lending:
         held = (s for s in self._slots if s.loan is not None and borrower)
         return next((s for s in held if s.loan == Loan(s.index, attempt, borrower)), None)
 
-    def _choose(self) -> Slot:
+    def _choose(self, devices: int) -> Slot:
         """Raises NotLent."""
         rollout = self._shared.rollout
         if rollout.placement == "colocated":
             raise NotLent('rollout.placement is "colocated": engines share the trainers\' devices')
-        return self._slots[choose([_candidate(s) for s in self._slots], rollout.min_engines)]
+        candidates = [self._candidate(s, devices) for s in self._slots]
+        return self._slots[choose(candidates, rollout.min_engines)]
+
+    def _candidate(self, slot: Slot, devices: int) -> Candidate:
+        engine, plan = slot.engine, slot.plan
+        usable = slot.duty in (Duty.ACTIVE, Duty.STANDBY) and slot.given_up is None
+        alone = plan.takes_versions and plan.group.role == "regular"
+        return Candidate(
+            slot.index,
+            slot.duty,
+            usable and alone and slot.loan is None and self._has(slot, devices),
+            plan.takes_versions and engine is not None and engine.live,
+            engine.in_flight if engine is not None else 0,
+        )
+
+    def _has(self, slot: Slot, devices: int) -> bool:
+        own = self._shared.launcher.devices(slot.index)
+        return not own or len(own) >= devices
 
     async def give_back(self, index: int, cause: str = "returned") -> None:
         """Have an engine started in the slot again; nothing when it is not lent. Raises NotLent
@@ -117,15 +135,3 @@ class Lending:
         for slot in self._slots:
             if slot.loan is not None and slot.loan.attempt != attempt:
                 await self.give_back(slot.index, "the job that had it is gone")
-
-
-def _candidate(slot: Slot) -> Candidate:
-    engine, plan = slot.engine, slot.plan
-    ours = slot.duty in (Duty.ACTIVE, Duty.STANDBY) and slot.given_up is None
-    return Candidate(
-        slot.index,
-        slot.duty,
-        ours and slot.loan is None and plan.takes_versions and plan.group.role == "regular",
-        plan.takes_versions and engine is not None and engine.live,
-        engine.in_flight if engine is not None else 0,
-    )

@@ -27,9 +27,12 @@ class LendingRoutes:
             raise RequestError(400, f"timeout_s is needed: {type(e).__name__}: {e}") from e
         if not timeout_s > 0:
             raise RequestError(400, f"timeout_s is {timeout_s}: a positive number")
+        devices = body.get("devices", 0)
+        if type(devices) is not int or devices < 0:
+            raise RequestError(400, f"devices is {devices!r}: an integer from 0 on")
         try:
             borrows = self._ownership.borrower(body.get("attempt"))
-            slot = await self._service.lending.lend(borrows, borrower, timeout_s)
+            slot = await self._service.lending.lend(borrows, borrower, timeout_s, devices)
         except (NotOwner, NotLent) as e:
             raise RequestError(409, str(e)) from e
         return web.json_response({"slot": slot, "devices": self._service.devices(slot)})
