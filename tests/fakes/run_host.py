@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import itertools
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 from aiohttp import web
 
 from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.journal.checkpoints import checker, finder
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.records import SealedBatch
@@ -82,6 +84,15 @@ def seal_one(journal: Journal, args: argparse.Namespace) -> None:
     journal.seal(batch, ids)
 
 
+def obey_orders(run: RunFolder) -> None:
+    """RUN/hold-host: hold the interpreter, and the event loop, in a call of C. While RUN/pause-host
+    is there, nothing is sealed."""
+    order = run.path / "hold-host"
+    if order.exists():
+        order.unlink()
+        ctypes.PyDLL(None).sleep(600)
+
+
 async def host(run: RunFolder, args: argparse.Namespace) -> None:
     steps, resolved = args.steps, Resolved.read(run.path)
     events = EventLog(run.events, run=run.path.name, role="rollout", name="rollout")
@@ -110,10 +121,13 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     url, runner = await start(app)
     run.register("rollout", url)
     run.register("serving", url)
-    while journal.tip.step < steps and ledger.outcome is None:
-        if len(journal.plan) < min(steps, journal.tip.step + args.ahead):
-            seal_one(journal, args)
-        await asyncio.sleep(args.slow_s)
+    async with beating(run.phases, "rollout"):
+        while journal.tip.step < steps and ledger.outcome is None:
+            obey_orders(run)
+            wanted = len(journal.plan) < min(steps, journal.tip.step + args.ahead)
+            if wanted and not (run.path / "pause-host").exists():
+                seal_one(journal, args)
+            await asyncio.sleep(args.slow_s)
     last = journal.tip
     while journal.version_of(last) is None and ledger.outcome is None:
         await asyncio.sleep(0.02)

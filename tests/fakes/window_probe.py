@@ -8,6 +8,7 @@ model holds after a refusal and after a restore. While RUN/hold-<replica> names 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer
@@ -20,21 +21,21 @@ def install(
 ) -> None:
     restore = RLFaultTolerantTrainer.restore
     run, inner_step = WindowAttempt.run, WindowAttempt._inner_step
-    trainers: list[RLFaultTolerantTrainer] = []
+    trainers: list[weakref.ref] = []  # of this process now; a restart in process lets it go
 
     def probed_restore(self, *args, **kwargs):
         restore(self, *args, **kwargs)
-        trainers[:] = [self]
+        trainers[:] = [weakref.ref(self)]
         append(self, "window", {"kind": "restored", **held(self)})
 
     def probed_run(self, work):
         result = run(self, work)
         if not result.committed:
-            append(trainers[0], "window", {"kind": "refused", **held(trainers[0])})
+            append(trainers[0](), "window", {"kind": "refused", **held(trainers[0]())})
         return result
 
     def probed_inner_step(self, batch, samples):
-        trainer, inner = trainers[0], self._window.tally.inner_steps
+        trainer, inner = trainers[0](), self._window.tally.inner_steps
         line = {"kind": "inner", "step": trainer.lineage.step + 1, "inner": inner}
         append(trainer, "window", {**line, "samples": samples.tolist()})
         wait_while_held(trainer, inner)

@@ -28,6 +28,7 @@ from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.roles.lifecycle import COMPLETE
 from torchtitan_rl_ft.roles.regrouping import POLL_S, Regrouping
+from torchtitan_rl_ft.roles.watcher import Watcher, job_limits
 from torchtitan_rl_ft.run_folder import (
     ATTEMPT_ENV,
     LIGHTHOUSE_ENV,
@@ -158,7 +159,19 @@ def main(resolved: Resolved) -> int:
             # A rank that is started again comes as one of a waiting group.
             regrouping=None if standby else _regrouping(folder, name, recovery, events),
         )
-        return asyncio.run(group.run(section.ranks_per_group))
+        watcher = None
+        if ATTEMPT_ENV not in os.environ:  # by hand: no supervisor watches its ranks
+            watcher = Watcher(folder, events, job_limits(resolved), only=name)
+        return asyncio.run(_launch(group, section.ranks_per_group, watcher))
+
+
+async def _launch(group: RankGroup, n_ranks: int, watcher: Watcher | None) -> int:
+    watching = asyncio.create_task(watcher.run()) if watcher is not None else None
+    try:
+        return await group.run(n_ranks)
+    finally:
+        if watching is not None:
+            watching.cancel()
 
 
 def _events(folder: RunFolder, name: str) -> EventLog:

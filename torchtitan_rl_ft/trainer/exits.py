@@ -31,23 +31,34 @@ class SignalWatch:
     def __init__(self, ask: Callable[[], str]) -> None:
         """`ask` tells the ledger; it raises RoleUnreachable, RoleRefused."""
         self._ask = ask
-        self._told, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        self._closed = threading.Event()
+        self._told, self._tell = os.pipe()
+        os.set_blocking(self._tell, False)
+        signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)
         # What ends a rank at once now; a shell's background jobs are born with it ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._thread = threading.Thread(target=self._run, name="exit-signal", daemon=True)
         self._thread.start()
 
+    def close(self) -> None:
+        """The trainer is done, or begins again with a watch of its own. From the main thread."""
+        if not self._closed.is_set():
+            self._closed.set()
+            signal.set_wakeup_fd(-1)
+            os.write(self._tell, b"\0")
+            self._thread.join(ASK_TIMEOUT_S)
+            os.close(self._tell)
+
     def _run(self) -> None:
-        while signal.SIGTERM not in os.read(self._told, 64):
-            pass
+        with open(self._told, "rb", buffering=0) as told:
+            while signal.SIGTERM not in told.read(64):
+                if self._closed.is_set():
+                    return
         logger.warning("SIGTERM: asking to stop at the next step boundary")
-        pause = threading.Event()
-        while True:  # until the process ends
+        while not self._closed.is_set():
             try:
                 self._ask()
             except (RoleUnreachable, RoleRefused) as e:
                 logger.warning("the ledger does not hear that this rank is to end: %s", e)
-            pause.wait(ASK_AGAIN_S)
+            self._closed.wait(ASK_AGAIN_S)

@@ -518,6 +518,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         )
 
     def close(self) -> None:
+        if hasattr(self, "_signals"):
+            self._signals.close()
         if hasattr(self, "_beats"):
             self._beats.stop()
         if hasattr(self, "ft_manager"):
