@@ -4,6 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.trainer.fragments import fragments, named_trainable
@@ -80,6 +84,35 @@ def test_a_state_that_was_carried_over_goes_on_the_same():
         step(other, taken, seed)
     for name, p in model.named_parameters():
         assert torch.equal(p, other.get_parameter(name))
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.row("G9")
+def test_the_momentum_of_sharded_parameters_is_sharded_alike_and_comes_back(one_rank, tmp_path):
+    def sharded():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        return made(model=fully_shard(model, mesh=one_rank))
+
+    model, outer = sharded()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    outer.step()
+    for name, buffer in outer.state_dict().items():
+        assert isinstance(buffer, DTensor)
+        assert buffer.placements == model.get_parameter(name).placements
+        assert not isinstance(outer.tensors()[name], DTensor)
+    dcp.save({"outer_optimizer": outer}, checkpoint_id=tmp_path / "saved")
+    _, found = sharded()
+    dcp.load({"outer_optimizer": found}, checkpoint_id=tmp_path / "saved")
+    for name, buffer in found.tensors().items():
+        assert torch.equal(buffer, outer.tensors()[name]) and buffer.any()
 
 
 @pytest.mark.row("G9")

@@ -374,6 +374,40 @@ def test_a_bad_sample_is_skipped_by_all_and_nobody_is_healed():
 
 
 @pytest.mark.row("I2")
+def test_one_bad_sample_costs_neither_work_nor_more_than_one_heal():
+    a, b = Trainer(), Trainer()
+    a.poisoned = b.poisoned = {3}
+    together(a, b, step=4)
+    (first,) = [t for t in (a, b) if t.group.steps_set]
+    other = a if first is b else b
+    heal(first, other)
+    results = together(a, b, step=4, healed=(first,))  # the other meets the sample now
+    assert all(r.numeric and not r.committed for r in results)
+    assert other.group.steps_set == [] and first.steps_done == []
+    left = np.flatnonzero(~other.attempt._window.tally.done)
+    assert 3 in left and len(left) <= BATCH.n_samples // SYNC_STEPS
+    a.poisoned = b.poisoned = set()
+    assert all(r.committed for r in together(a, b, step=4))
+
+
+@pytest.mark.row("I2")
+def test_work_that_overflowed_is_given_up_also_when_nobody_else_is_there():
+    (a,) = (Trainer(),)
+    update = a.update
+
+    def overflow():
+        update()
+        with torch.no_grad():
+            a.model[1].bias[0] = float("inf")
+
+    a.attempt._inner_update = overflow
+    assert together(a)[0].numeric
+    a.attempt._inner_update = update
+    assert together(a)[0].committed
+    assert all(torch.isfinite(p).all() for p in a.parameters().values())
+
+
+@pytest.mark.row("I2")
 def test_a_skipped_inner_step_loses_no_sample():
     (a,) = (Trainer(),)
     a.poisoned = {3}

@@ -67,6 +67,10 @@ class Plan:
     keeps: np.ndarray  # bool [P]: False: this group gives up what it has done
     owner: np.ndarray  # int [N]: rank of the group that does the sample now; -1: it is done
 
+    def workers(self) -> list[int]:
+        """Ranks of the groups that have something to do."""
+        return np.unique(self.owner[self.owner >= 0]).tolist()
+
 
 def plan(opening: Opening, lengths: np.ndarray) -> Plan:
     """`lengths` [N]: tokens per sample.

@@ -167,7 +167,10 @@ class WindowAttempt(Attempt):
             todo, lengths, participants=participants, sync_steps=self._sync_steps
         ):
             flaw = self._inner_step(work.batch, samples) or flaw
-        return self._sync(work, rank, flaw or self._flaw_of_work())
+        if not self._work_is_finite():
+            flaw = "parameters are not finite after the inner steps"
+            self._window.give_up()
+        return self._sync(work, rank, flaw, plan)
 
     def _open(self, work: Work, rank: int) -> tuple[Plan | None, str]:
         vector = window_plan.opening_vector(
@@ -244,14 +247,13 @@ class WindowAttempt(Attempt):
         assert stats is not None
         return total, stats.cpu(), logprobs
 
-    def _flaw_of_work(self) -> str:
+    def _work_is_finite(self) -> bool:
         shards = [local_shard(p.detach()) for p in self._parameters]
-        finite = self._link.all_agree(all_finite(shards))
-        return "" if finite else "parameters are not finite after the inner steps"
+        return self._link.all_agree(all_finite(shards))
 
     # Outer sync -------------------------------------------------------------------------
 
-    def _sync(self, work: Work, rank: int, flaw: str) -> Result:
+    def _sync(self, work: Work, rank: int, flaw: str, plan: Plan) -> Result:
         self._enter("reduce")
         self._discard()
         tally, claim = self._window.tally, work.claim
@@ -285,14 +287,15 @@ class WindowAttempt(Attempt):
         found = f"{int(sick.sum())} group(s): {flaw or 'numbers are not finite'}"
         result = self._vote(work, vector, found if sick.any() else "")
         # The flags count only where the sums have not failed; one rank decides for its group.
-        alone = result.numeric and bool(sick[rank]) and not bool(sick.all())
+        others_well = any(not sick[r] for r in plan.workers() if r != rank)
+        alone = result.numeric and bool(sick[rank]) and others_well
         if self._link.ask(lambda: alone):
             self._part_with_bad_numbers(work)
         return result
 
     def _part_with_bad_numbers(self, work: Work) -> None:
-        """When this group alone is wrong, the machine is, not the samples: it leaves its work to
-        the others, takes a peer's state, and does nothing more in this window."""
+        """While others' numbers are finite the machine is suspect before the samples are: this
+        group leaves its work to the others, takes a peer's state, and sits the window out."""
         logger.warning("this group's numbers are not finite, others' are: it is healed")
         self._unfit_at, self._heal_wanted = _key(work), True
         self._window.give_up()
