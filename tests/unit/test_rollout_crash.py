@@ -102,3 +102,43 @@ async def test_every_prompt_is_accounted_for_once(tmp_path: Path, cut: bool) -> 
     assert found.problems == [] and len(found.history) == STEPS
     trained = found.counts["trained"]
     assert trained == STEPS * GROUPS == 64
+
+
+def paused_with(host: Host) -> int | None:
+    """Groups that are accepted or sealed and not trained, once nothing more is asked for."""
+    if host.loop.status()["phase"] != "waiting_for_trainers" or in_flight(host):
+        return None
+    counts = host.journal.counts()
+    return counts["accepted"] + counts["sealed"]
+
+
+@pytest.mark.row("M2")
+@pytest.mark.row("F10")
+@pytest.mark.parametrize(("mode", "stock"), [("async", 12), ("semi_async", 8)])
+async def test_without_trainers_it_goes_to_the_bound_and_stays_there(
+    tmp_path: Path, mode: str, stock: int
+) -> None:
+    """Also a role that starts in that state; and what it kept is trained, in time."""
+    serving, settings = Counting(), {**SETTINGS, "mode": mode}
+    serving.released.set()
+    host = Host(tmp_path, serving, **settings)
+    running = asyncio.create_task(host.loop.run())
+    host.publish()
+    for _ in range(2):
+        await host.train()
+    for _ in range(2):
+        await until(lambda host=host: paused_with(host) == stock)
+        await asyncio.sleep(0.1)  # it would ask at once
+        assert paused_with(host) == stock
+        running.cancel()
+        await asyncio.wait({running})
+        host.close()
+        host = Host(tmp_path, serving, **settings)
+        running = asyncio.create_task(host.loop.run())
+    assert sum(serving.by_prompt.values()) == 2 * GROUPS + stock
+    for _ in range(3, STEPS + 1):
+        assert (await host.train()).meta["policy_age/max"] <= 2
+    await until(running.done)
+    assert set(serving.by_prompt.values()) == {1} and len(serving.by_prompt) == STEPS * GROUPS
+    assert not host.journal.counts()["dropped"]
+    host.close()
