@@ -33,6 +33,7 @@ from torchtitan_rl_ft.platform import torchtitan_cpu  # noqa: E402
 
 torchtitan_cpu.install()
 
+import checkpoint_probe  # noqa: E402
 import life_probe  # noqa: E402
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
@@ -115,6 +116,7 @@ def held(trainer: RLFaultTolerantTrainer) -> dict:
             {
                 str(i): t
                 for i, o in enumerate(state["optimizers"])
+                if o  # plain SGD keeps none
                 for t in [torch.cat([v.reshape(-1).float() for v in o.values()])]
             }
         ),
@@ -130,7 +132,8 @@ def probe_commits() -> None:
     def probed(self, *args, **kwargs):
         committed(self, *args, **kwargs)
         manager_step = self.ft_manager._manager.current_step()
-        append(self, "probe", {**held(self), "manager_step": manager_step})
+        seen = {"manager_step": manager_step, "draws": list(checkpoint_probe.draws)}
+        append(self, "probe", {**held(self), **seen})
 
     RLFaultTolerantTrainer.committed = probed
 
@@ -141,6 +144,7 @@ def main() -> int:
     window_probe.install(held, append)
     trainer_fault.install()
     life_probe.install(append)
+    checkpoint_probe.install()
     return entry.main()
 
 

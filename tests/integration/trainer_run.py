@@ -21,6 +21,10 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "trainer-test-token"
 
 
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class TrainerRun:
     """One run folder with its processes. Use as a context manager.
 
@@ -75,7 +79,7 @@ class TrainerRun:
         """Change the run's configuration; the next processes see it."""
         self._values |= {k.replace("__", "."): v for k, v in keys.items()}
         flags = [f"--job.dump_folder={self.run.path}", "--fault_tolerance.enable"]
-        resolve([*flags, *(f"--{k}={str(v).lower()}" for k, v in self._values.items())]).write()
+        resolve([*flags, *(f"--{k}={_word(v)}" for k, v in self._values.items())]).write()
 
     def __enter__(self) -> TrainerRun:
         return self
@@ -207,8 +211,11 @@ class TrainerRun:
 
     def probe(self, group: int, rank: int = 0) -> dict[int, dict]:
         """What the group held after each step; the last life's word counts."""
-        lines = self._lines(self.run.path / f"probe-{group}.{rank}.jsonl")
-        return {line["step"]: line for line in lines}
+        return {line["step"]: line for line in self.probes(group, rank)}
+
+    def probes(self, group: int, rank: int = 0) -> list[dict]:
+        """The same in the order of writing, each life's."""
+        return self._lines(self.run.path / f"probe-{group}.{rank}.jsonl")
 
     def _lines(self, path: Path) -> list[dict]:
         """All whole lines of a file that grows; what was read before is kept."""
