@@ -100,6 +100,20 @@ BROKEN = [
     ("--training.global_batch_size 64", ["training.global_batch_size = 64", "= 128 samples"]),
     ("--training.local_batch_size 0", ["training.local_batch_size = 0"]),
     # numeric guards
+    ("--recovery.phase_timeout_s 0", ["recovery.phase_timeout_s = 0"]),
+    ("--recovery.rank_silence_timeout_s -1", ["recovery.rank_silence_timeout_s = -1"]),
+    (
+        '--recovery.enable_ft_package --recovery.phase_timeouts ["reduce=soon"]',
+        ["recovery.phase_timeouts", "PHASE=SECONDS"],
+    ),
+    (
+        '--recovery.phase_timeouts ["reduce=9"]',
+        ["recovery.phase_timeouts", "recovery.enable_ft_package = False"],
+    ),
+    (
+        "--recovery.calc_ft_timeouts",
+        ["recovery.calc_ft_timeouts = True", "recovery.enable_ft_package = False"],
+    ),
     ("--recovery.anomaly_factor 1", ["recovery.anomaly_factor = 1"]),
     ("--recovery.rerun_interval 0", ["recovery.rerun_interval = 0"]),
     ("--recovery.replica_hash_interval -1", ["recovery.replica_hash_interval = -1"]),

@@ -9,6 +9,11 @@ import time
 
 import pytest
 
+from torchtitan_rl_ft.escalation import RestartLimits
+from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host import regroup
+from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.roles.regrouping import Regrouping
 from torchtitan_rl_ft.roles.trainer import (
     RankGroup,
     RoleMissing,
@@ -119,3 +124,82 @@ def test_role_that_comes_up_is_found(folder):
 
 def test_free_port_is_free():
     assert 1024 <= free_port() < 65536
+
+
+REGROUPING = """
+    import os, pathlib, sys, time
+    from torchtitan_rl_ft.host import regroup
+    from torchtitan_rl_ft.host.phase_file import PhaseFile
+
+    run = pathlib.Path(os.environ["TORCHTITAN_RL_FT_RUN"])
+    rank, generation = os.environ["RANK"], int(os.environ[regroup.GENERATION_ENV])
+    file = PhaseFile(run / "phases", "trainer-1", rank)
+    file.start_again(generation)
+    def told(generation, port):
+        with open(run / "told", "a") as f:
+            f.write(f"{rank} {os.getpid()} {generation} {port}\\n")
+    def wait_for(condition):
+        end = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    def everybody(generation):
+        lines = [l.split() for l in (run / "told").read_text().splitlines()]
+        return {l[0] for l in lines if l[2] == str(generation)} == {"0", "1"}
+    port = os.environ["MASTER_PORT"]
+    while generation < 2:
+        told(generation, port)
+        wait_for(lambda: everybody(generation))
+        file.enter("reduce", 1)
+        if rank == "1" and generation == 0:
+            os.kill(os.getpid(), 9)
+        if generation == 1:
+            sys.exit(DEATH if rank == "1" else 0)
+        file.enter(regroup.RESTARTING)
+        wait_for(lambda: regroup.read(run / "phases", "trainer-1").generation > generation)
+        found = regroup.read(run / "phases", "trainer-1")
+        generation, port = found.generation, found.master_port
+        file.start_again(generation)
+"""
+
+
+def regroup_run(folder, death, max_restarts):
+    events = EventList()
+    limits = RestartLimits(max_restarts=max_restarts, window_s=100.0)
+    regrouping = Regrouping(folder, "trainer-1", limits, events, free_port)
+    script = textwrap.dedent(REGROUPING).replace("DEATH", str(death))
+    command = [sys.executable, "-c", script]
+    group = RankGroup(folder, "trainer-1", command, env_of(folder, 2), regrouping=regrouping)
+    folder.phases.mkdir()
+    regroup.write(folder.phases, "trainer-1", regroup.Generation(0, 0))
+    code = asyncio.run(group.run(2))
+    lines = [line.split() for line in (folder.path / "told").read_text().splitlines()]
+    return code, lines, events.events
+
+
+def test_a_dead_rank_alone_is_started_again_and_the_others_meet_it_in_place(folder):
+    code, lines, events = regroup_run(folder, 0, max_restarts=1)
+    assert code == 0
+    pids = {(rank, generation): pid for rank, pid, generation, _ in lines}
+    ports = {(rank, generation): port for rank, _, generation, port in lines}
+    assert pids["0", "0"] == pids["0", "1"] and pids["1", "0"] != pids["1", "1"]
+    assert ports["0", "1"] == ports["1", "1"] != ports["0", "0"] == ports["1", "0"]
+    assert [(e["kind"], e["phase"], e["subject"]) for e in events] == [
+        ("restart", "role", "trainer-1.1")
+    ]
+
+
+def test_ranks_that_die_too_often_end_their_group(folder):
+    code, lines, events = regroup_run(folder, 0, max_restarts=0)
+    assert code == 128 + 9 and {generation for _, _, generation, _ in lines} == {"0"}
+    (told,) = events
+    assert (told["kind"], told["phase"]) == ("escalate", "group")
+    assert "0 restarts within 100 s are used up" in told["cause"]
+
+
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.NUMERIC])
+def test_a_code_that_no_restart_mends_is_not_mended_by_one_of_the_rank(folder, code):
+    limits = RestartLimits(max_restarts=9, window_s=100.0)
+    regrouping = Regrouping(folder, "trainer-1", limits, EventList(), free_port)
+    assert not regrouping.may_restart(0, code)
+    assert regrouping.may_restart(0, 1)
