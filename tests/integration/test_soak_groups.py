@@ -11,7 +11,7 @@ from torchtitan_rl_ft.observability.events import Kind
 
 KILLS = 10
 MTBF_S = 5.0
-STEPS = 150
+STEPS = 300
 GROUPS = ("trainer-0", "trainer-1")
 OTHERS = ("lighthouse", "serving", "rollout", "engine-0")
 

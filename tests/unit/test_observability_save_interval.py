@@ -54,7 +54,13 @@ def test_from_faults_saves_and_steps_of_all_lives():
         event(40.0, Kind.COMMIT, "rollout", step=4),
     ]
     # The supervisor was killed; the clock begins anew.
-    second = [event(5.0, Kind.RUN, phase="resume"), event(65.0, Kind.RUN, phase="end")]
+    # At the end of the second life every process was signalled.
+    second = [
+        event(5.0, Kind.RUN, phase="resume"),
+        died(64.0, "serving"),
+        event(64.2, Kind.STOP, "rollout", cause="SIGTERM"),
+        event(65.0, Kind.RUN, phase="end"),
+    ]
     found = save_advice([*first, *second])
     assert found.wall_s == 100.0
     assert found.faults == {"trainer": 1, "engine": 1, "supervisor": 1}

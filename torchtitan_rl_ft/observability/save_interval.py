@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.observability.events import Event, Kind
 
+SIGNAL_S = 5.0
+"""A stop may come that much later than the signal that asked for it."""
+
 LOSES_STATE = ("trainer", "supervisor")
 """Roles whose faults can cost what was trained since the last save."""
 
@@ -76,7 +79,7 @@ def save_advice(events: Iterable[Event]) -> SaveAdvice | None:
         return None
     faults: Counter[str] = Counter()
     for i, life in enumerate(lives):
-        faults += Counter(_role(e) for e in life if e.kind is Kind.EXIT and e.phase == "fault")
+        faults += Counter(_role(e) for e in _faults(life))
         ended = any(e.kind is Kind.RUN and e.phase == "end" for e in life)
         if i + 1 < len(lives) and not ended:  # another life had to begin
             faults["supervisor"] += 1
@@ -99,6 +102,13 @@ def _lives(events: Iterable[Event]) -> list[list[Event]]:
             lives.append([])
         lives[-1].append(event)
     return [sorted(life, key=lambda e: e.mono_s) for life in lives]
+
+
+def _faults(life: Sequence[Event]) -> list[Event]:
+    """But for those of a job that stops: a scheduler may have signalled each of its processes."""
+    stops = [e.mono_s for e in life if e.kind is Kind.STOP and "replica_id" not in e.data]
+    until_s = min(stops, default=math.inf) - SIGNAL_S
+    return [e for e in life if e.kind is Kind.EXIT and e.phase == "fault" and e.mono_s < until_s]
 
 
 def _role(event: Event) -> str:
