@@ -1,6 +1,6 @@
 # make run     create the environment, install, train the main job (a few minutes on 2 cores)
 # make test    the same set-up, then the tests
-# make slurm   a job that is preempted and requeued by a real Slurm (needs its packages)
+# make slurm   a job that is preempted and requeued by a real Slurm: 7 minutes, needs its packages
 # make lint    style, types, layers
 #
 # The environment is .venv, or what VENV names. ARGS goes to the command: make run ARGS="--rl.seed 1"
@@ -45,8 +45,9 @@ soak: environment
 
 # A real Slurm of one node, from Debian's packages, started and ended by the test.
 slurm: environment
-	@PATH="$$PATH:/usr/sbin" command -v munged slurmctld slurmd sbatch >/dev/null || { \
-		echo "Slurm is not installed: apt-get install slurmctld slurmd slurm-client munge"; exit 1; }
+	@for program in munged slurmctld slurmd sbatch; do \
+		PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || { \
+			echo "no $$program: apt-get install slurmctld slurmd slurm-client munge"; exit 1; }; done
 	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m slurm $(ARGS)
 
 lint: environment

@@ -13,6 +13,7 @@ from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.rollout.protocols import PluginContext
 from torchtitan_rl_ft.rollout.tasks.sorting import SortDigits
+from torchtitan_rl_ft.run_folder import ProcessId
 
 STEPS = 12
 COMMAND = (
@@ -27,15 +28,17 @@ COMMAND = (
 class StubScheduler:
     """Starts the job, and again for as long as it ends with the code to be requeued."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.codes, self.engines = job, [], []
+    def __init__(self, job: Job, *overrides: str) -> None:
+        self.job, self.command = job, (*COMMAND, *overrides)
+        self.codes: list[int] = []
+        self.engines: list[ProcessId] = []
 
     def run(self, *preemptions) -> None:
         """Each preemption hits one life of the job, two steps after it has begun to train."""
         waiting = list(preemptions)
         while not self.codes or self.codes[-1] == ExitCode.REQUEUE:
             begun = self.job.step()
-            self.job.start(*COMMAND)
+            self.job.start(*self.command)
             if waiting:
                 self.job.wait_step(begun + 2)
                 self.engines.append(self.job.session.engine_holds()[0].roots[0])
@@ -99,3 +102,13 @@ def test_engines_are_kept_and_the_prompts_go_on_in_their_order(preempted):
     prompts = source.next(len(groups))
     assert [key for key, _ in groups] == [f"{p.epoch}:{p.index}" for p in prompts]
     assert "accepted" not in {state for _, state in groups[: 4 * STEPS]}, "each was trained"
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.row("L1")
+def test_a_numeric_stop_is_not_started_again(tmp_path):
+    with Job(tmp_path / "run") as job:
+        scheduler = StubScheduler(job, "--optimizer.lr", "1e30")
+        scheduler.run()
+        assert scheduler.codes == [ExitCode.NUMERIC], job.story()
+        assert job.step() < STEPS and job.left(within_s=10) == []
