@@ -3,6 +3,7 @@
 Layout (`job.dump_folder` is the run folder itself):
 
     config.resolved.json   every value and where it came from
+    exit.json              why the last job that stopped early did so (journal/exits.py)
     events.jsonl           one line per state change (see observability/events.py)
     metrics.jsonl          one object per committed step
     journal/               ledger and sealed batches (SQLite, WAL)

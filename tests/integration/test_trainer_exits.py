@@ -1,5 +1,6 @@
 """Early ends of real trainers: at a step boundary, saved whole, gone on from."""
 
+import json
 import signal
 
 import pytest
@@ -20,11 +21,11 @@ def steps_of(run):
 def saved(run):
     """Steps of the complete checkpoints."""
     found = (run.run.path / "checkpoint").glob(f"step-*/{MARKER}")
-    return sorted(int(marker.parent.name.removeprefix("step-")) for marker in found)
+    return sorted(json.loads(marker.read_bytes())["step"] for marker in found)
 
 
 def parts_saved(run, step):
-    path = run.run.path / "checkpoint" / f"step-{step}"
+    (path,) = (run.run.path / "checkpoint").glob(f"step-{step}-*")
     names = FileSystemReader(str(path)).read_metadata().state_dict_metadata
     return {name.split(".")[0] for name in names}
 

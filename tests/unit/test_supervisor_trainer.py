@@ -42,10 +42,10 @@ def env_of(folder, n_ranks):
     )
 
 
-def run(folder, script, n_ranks=2):
+def run(folder, script, n_ranks=2, **options):
     command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
     return asyncio.run(
-        RankGroup(folder, "trainer-1", command, env_of(folder, n_ranks)).run(n_ranks)
+        RankGroup(folder, "trainer-1", command, env_of(folder, n_ranks), **options).run(n_ranks)
     )
 
 
@@ -92,6 +92,33 @@ def test_sigterm_to_the_launcher_ends_the_ranks(folder):
         time.sleep(600)
     """
     assert run(folder, script) == 128 + signal.SIGTERM
+
+
+@pytest.mark.row("H1")
+def test_asked_to_leave_all_ranks_do_so_in_their_own_time(folder):
+    """One is told first and ends first; the other is not ended for it."""
+    script = """
+        import os, signal, sys, time
+        rank = int(os.environ["RANK"])
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.8 * rank), sys.exit(75)))
+        time.sleep(0.5)
+        if rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(600)
+    """
+    assert run(folder, script, graceful=True) == 75
+
+
+def test_sigint_ends_a_group_that_may_be_asked_to_leave(folder):
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "0":
+            time.sleep(0.3)
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+    """
+    assert run(folder, script, graceful=True) == 128 + signal.SIGTERM
 
 
 class Clock:

@@ -64,6 +64,8 @@ def main_ledger(folder: RunFolder, as_json: bool) -> int:
 
 def _to_json(summary: Summary) -> dict[str, Any]:
     means = {"first_reward": summary.first_reward, "last_reward": summary.last_reward}
+    if (saving := summary.saving) is not None:
+        means |= {"mtbf_s": saving.mtbf_s, "save_interval_s": saving.interval_s}
     return asdict(summary) | means
 
 
