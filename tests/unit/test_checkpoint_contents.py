@@ -239,6 +239,12 @@ def test_a_full_disk_loses_one_checkpoint_and_nothing_else(one_rank, tmp_path):
     assert flaw(first, 1, "h1") is None
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is memory to pin for")
+def test_pinned_memory_without_an_accelerator_is_refused_before_the_first_save(one_rank, tmp_path):
+    with pytest.raises(CheckpointUnusable, match="async_mode.*set it to async"):
+        TinyTrainer(tmp_path, async_mode="async_with_pinned_mem")
+
+
 def test_off_the_interval_the_whole_state_is_saved_on_demand(one_rank, tmp_path):
     trainer = TinyTrainer(tmp_path, interval=100, async_mode="async", last_save_model_only=True)
     trainer.train()

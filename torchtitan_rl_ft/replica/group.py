@@ -39,6 +39,10 @@ def trainer_name(member: str) -> str:
     return f"trainer-{int(number)}" if number.isdigit() else name
 
 
+class NoQuorum(RuntimeError):
+    """Too few groups came together in time."""
+
+
 class MinimumMismatch(Exception):
     """The lighthouse forms quorums that may not commit: it has another minimum than this group."""
 
@@ -196,14 +200,23 @@ class ReplicaGroup(TorchFTManager):
         """Wait for a quorum and, when behind, take a peer's state. What went wrong with the process
         group or the state is in `errored` and refuses this attempt.
 
-        Raises RuntimeError or TimeoutError when no quorum forms within the limits,
-        MinimumMismatch when one is too small to commit.
+        Raises NoQuorum when none forms within the limits, MinimumMismatch when one is too small to
+        commit.
         """
         if self._manager is None:
             alone = [replica_name(self.config.replica_id)]
             return Quorum(participants=1, rank=0, quorum_id=0, members=alone)
         started_s = time.monotonic()
-        self._manager.start_quorum(allow_heal=True)
+        try:
+            self._manager.start_quorum(allow_heal=True)
+        except (RuntimeError, TimeoutError) as e:
+            c = self.config
+            raise NoQuorum(
+                f"no quorum within fault_tolerance.quorum_timeout_s = {c.quorum_timeout_s} ({e}): "
+                f"the lighthouse ({os.environ.get(LIGHTHOUSE_ENV)}) has to be up, and as many "
+                "groups as fault_tolerance.lighthouse_min_replicas says, or min_replica_size = "
+                f"{c.min_replica_size} where that is 0"
+            ) from e
         assert self._client is not None and self._client.latest is not None
         latest = self._client.latest
         if len(latest.replica_ids) < self.config.min_replica_size:

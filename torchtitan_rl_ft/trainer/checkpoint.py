@@ -87,10 +87,12 @@ class RLCheckpointManager(CheckpointManager):
         pass
 
     def __init__(self, config: Config, *, ft_manager: Any = None, **kwargs: Any) -> None:
+        """Raises CheckpointUnusable when the machine cannot save in this mode."""
         # TorchTitan's fault-tolerant trainer hands its manager over; healing does not go
         # through checkpoints here, so switching them off does not switch healing off.
         self._hashing = ThreadPoolExecutor(1, "checkpoint-hash")
         self._remover = Remover()
+        _require_pinnable(config)
         super().__init__(config, **kwargs)
         self.leave_out(DATALOADER)  # the cursor is the journal's
         self._duty: SaveDuty | None = None
@@ -317,6 +319,15 @@ class RLCheckpointManager(CheckpointManager):
         self._hashing.shutdown()
         self._remover.wait()
         super()._close()
+
+
+def _require_pinnable(config: CheckpointManager.Config) -> None:
+    pinned = config.enable and config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+    if pinned and not torch.accelerator.is_available():
+        raise CheckpointUnusable(
+            "checkpoint.async_mode = async_with_pinned_mem copies from an accelerator, and this "
+            "machine has none: set it to async"
+        )
 
 
 def _parts(metadata: Mapping[str, Any], states: Iterable[str]) -> set[str]:

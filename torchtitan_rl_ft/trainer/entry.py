@@ -27,7 +27,7 @@ def main() -> int:
     import torchtitan.train
 
     from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable
-    from torchtitan_rl_ft.replica.group import MinimumMismatch
+    from torchtitan_rl_ft.replica.group import MinimumMismatch, NoQuorum
     from torchtitan_rl_ft.trainer import rl_trainer, standby  # noqa: F401  TorchTitan's, early
     from torchtitan_rl_ft.trainer.addresses import RunNotUp
     from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer
@@ -45,6 +45,9 @@ def main() -> int:
     except (CheckpointUnusable, FoldersDiffer, MinimumMismatch) as e:
         print(f"torchtitan: error: {e}", file=sys.stderr)
         return ExitCode.CONFIG
+    except NoQuorum as e:
+        print(f"torchtitan: error: {e}", file=sys.stderr)
+        return ExitCode.FAILED
     except NumericStop as e:
         print(f"torchtitan: numeric stop: {e}", file=sys.stderr)
         return ExitCode.NUMERIC
