@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes.tiny_trainer import CPU, TinyTrainer
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 
@@ -26,6 +27,7 @@ from torchtitan_rl_ft.journal.checkpoints import (
     read_marker,
     write_marker,
 )
+from torchtitan_rl_ft.trainer import checkpoint
 from torchtitan_rl_ft.trainer.checkpoint_folder import FoldersDiffer, reading, require_same_folder
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.optimizers import RLOptimizers
@@ -232,11 +234,36 @@ def test_a_full_disk_loses_one_checkpoint_and_nothing_else(one_rank, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert trainer.told[0] == "saved 1" and trainer.told[1].startswith("failed 2: ")
+    assert f"are free in {tmp_path}" in trainer.told[1]
     assert not trainer.path().exists()  # the space is given back
     trainer.train()
     trainer.manager.save(3)
     assert trainer.told[2] == "saved 3"
     assert flaw(first, 1, "h1") is None
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_only_what_the_disk_says_is_survived(one_rank, tmp_path, monkeypatch, async_mode):
+    trainer = TinyTrainer(tmp_path, async_mode=async_mode)
+    trainer.train()
+    monkeypatch.setattr(FileSystem, "create_stream", lambda *args: 1 / 0)
+    with pytest.raises(CheckpointException, match="ZeroDivisionError"):
+        trainer.manager.save(1)
+        trainer.manager.finish(wait=True)
+    assert trainer.told == []
+
+
+def test_a_marker_that_cannot_be_written_is_a_save_that_failed(one_rank, tmp_path, monkeypatch):
+    def full(path, marker):
+        raise OSError(28, "No space left on device", str(path))
+
+    trainer = TinyTrainer(tmp_path)
+    trainer.train()
+    monkeypatch.setattr(checkpoint, "write_marker", full)
+    trainer.manager.save(1)
+    (told,) = trainer.told
+    assert told.startswith("failed 1: OSError: [Errno 28] No space left on device")
+    assert not trainer.path().exists()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is memory to pin for")

@@ -38,6 +38,7 @@ def wish(auto: bool, must: bool = False, journaling: bool = True) -> Wish:
     return Wish(auto, must, journaling)
 
 
+@pytest.mark.row("H4")
 @pytest.mark.parametrize(("state", "starts"), TABLE.items())
 def test_table(state: tuple[bool, bool, bool], starts: tuple[Start, Start]) -> None:
     for auto, start in zip((False, True), starts, strict=True):
@@ -53,6 +54,7 @@ def test_a_refusal_says_how_to_mend_it(state: tuple[bool, bool, bool]) -> None:
     assert "job.dump_folder" in reason
 
 
+@pytest.mark.row("H4")
 def test_a_checkpoint_can_be_demanded() -> None:
     for journal, session in itertools.product((False, True), repeat=2):
         decision = decide(found(False, journal, session), wish(True, must=True))

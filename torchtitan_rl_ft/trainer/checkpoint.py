@@ -253,8 +253,8 @@ class RLCheckpointManager(CheckpointManager):
             (path / MARKER).unlink(missing_ok=True)
         try:
             super()._save(curr_step, last_step)
-        except CheckpointException as e:
-            self._give_up(marker, path, [_reason(e)])
+        except CheckpointException as e:  # the same on all ranks
+            self._give_up(marker, path, _write_failure(e))
             return False
         self._in_flight = _Save(marker, path, self._hashing.submit(self._mark, path))
         self.finish(wait=self.async_mode == AsyncMode.DISABLED or last_step)
@@ -285,31 +285,39 @@ class RLCheckpointManager(CheckpointManager):
         why = None
         try:
             marks = save.done.result()
-        except (CheckpointException, OSError, RuntimeError) as e:
-            why = _reason(e)
+        except (CheckpointException, OSError) as e:
+            why = _write_failure(e)
         self.save_future = None
         results = self._link.gather((why, marks))
-        if reasons := [reason for reason, _ in results if reason]:
-            self._give_up(save.marker, save.path, reasons)
+        reasons = [reason for reason, _ in results if reason]
+        if not reasons:
+            files = {name: mark for _, marks in results for name, mark in marks.items()}
+            reasons = self._link.ask(lambda: self._commit(save, files))
+        if reasons:
+            self._give_up(save.marker, save.path, reasons[0])
             return
-        files = {name: mark for _, marks in results for name, mark in marks.items()}
-        if self._link.is_speaker:
-            self._commit(save, files)
         removable = self._duty.saved(save.marker, str(save.path))
         if self._link.is_speaker:
             self._remover.remove([Path(path) for path in removable])
 
-    def _commit(self, save: _Save, files: Mapping[str, FileMark]) -> None:
+    def _commit(self, save: _Save, files: Mapping[str, FileMark]) -> list[str]:
+        """Write the marker. Returns why it could not be written, if so."""
         metadata = FileSystemReader(save.path).read_metadata().state_dict_metadata
         parts = sorted(_parts(metadata, self.states))
-        write_marker(save.path, dataclasses.replace(save.marker, parts=parts, files=files))
+        try:
+            write_marker(save.path, dataclasses.replace(save.marker, parts=parts, files=files))
+        except OSError as e:
+            return [_write_failure(e)]
+        return []
 
-    def _give_up(self, marker: Marker, path: Path, reasons: list[str]) -> None:
+    def _give_up(self, marker: Marker, path: Path, reason: str) -> None:
         """A checkpoint could not be written: the older ones and the journal still have it all."""
         assert self._duty is not None
         if self._link.is_speaker:
+            free = shutil.disk_usage(path.parent).free // 2**20
+            reason = f"{reason} ({free} MiB are free in {path.parent})"
             shutil.rmtree(path, ignore_errors=True)  # gives the space back
-        self._duty.save_failed(marker.step, reasons[0])
+        self._duty.save_failed(marker.step, reason)
 
     def _purge_stale_checkpoints(self) -> None:
         """Stock counts folders, torn ones and the one being written among them; here the ledger
@@ -352,8 +360,16 @@ def _other_model(metadata: Mapping[str, Any], model: Mapping[str, Any]) -> str |
     return None
 
 
-def _reason(error: BaseException) -> str:
-    """The first rank's own error, in a line."""
+def _write_failure(error: CheckpointException | OSError) -> str:
+    """What the disk said, in a line. Raises the error when it is of another kind."""
+    causes: list[BaseException] = [error]
     if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+        causes = [cause for cause, _ in error.failures.values()]
+    if not all(isinstance(cause, OSError) or _of_a_torn_stream(cause) for cause in causes):
+        raise error
+    return f"{type(causes[0]).__name__}: {causes[0]}".splitlines()[0]
+
+
+def _of_a_torn_stream(error: BaseException) -> bool:
+    """PyTorch's writer says so when the file did not take all that was written to it."""
+    return isinstance(error, RuntimeError) and "inline_container" in str(error)
