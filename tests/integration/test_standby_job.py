@@ -130,7 +130,7 @@ def test_a_group_is_replaced_in_the_place_of_an_engine_which_comes_back(tmp_path
     with Job(tmp_path / "run") as job:
         job.start("--training.steps", "100000", "--recovery.standby", "from_rollout")
         standby = ready(job)
-        job.wait_event(Kind.READY, 3, LIMIT_S, adopted=False)
+        job.wait_event(Kind.READY, 2, LIMIT_S, adopted=False)
         both_train(job)
         commits_again(job, kill(job.process_of(GROUP)))
         assert job.process_of(GROUP) == standby
