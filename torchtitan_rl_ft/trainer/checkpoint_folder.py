@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -55,7 +56,7 @@ def reading(checkpoint: Path) -> Generator[None]:
     """Nobody removes the checkpoint meanwhile. Raises FileNotFoundError when it has no marker."""
     fd = os.open(checkpoint / MARKER, os.O_RDONLY)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        _lock(fd, fcntl.LOCK_SH)
         yield
     finally:
         os.close(fd)
@@ -87,13 +88,24 @@ def _withdraw(folder: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / MARKER).unlink(missing_ok=True)
     except BlockingIOError:
         return False
     finally:
         os.close(fd)
     return True
+
+
+def _lock(fd: int, operation: int) -> None:
+    """Raises BlockingIOError when another holds it. Does nothing on a file system without locks
+    (Lustre by default): there a checkpoint may go while it is read; its reader then ends and is
+    started again."""
+    try:
+        fcntl.flock(fd, operation)
+    except OSError as e:
+        if e.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
 
 
 def _remove(folders: Sequence[Path]) -> None:
