@@ -107,8 +107,9 @@ def test_engines_are_kept_and_the_prompts_go_on_in_their_order(preempted):
 @pytest.mark.timeout(200)
 @pytest.mark.row("L1")
 def test_a_numeric_stop_is_not_started_again(tmp_path):
+    """The gradients of such a KL term overflow as soon as the policy moves."""
     with Job(tmp_path / "run") as job:
-        scheduler = StubScheduler(job, "--optimizer.lr", "1e30")
+        scheduler = StubScheduler(job, "--rl.kl_coef", "1e30")
         scheduler.run()
         assert scheduler.codes == [ExitCode.NUMERIC], job.story()
         assert job.step() < STEPS and job.left(within_s=10) == []
