@@ -8,6 +8,8 @@ clocked from the signal until its replacement reports its first commit. Arms:
 
     spare         a warm standby takes its place (recovery.standby = "spare")
     from_rollout  the same in the place of an engine, which is drained and lent
+    inprocess     its step fails instead (by an order to a probe of it): it starts again inside its
+                  process (recovery.inprocess_restart), clocked from the failure
     cold          the supervisor starts the group anew, alone
     job_kept      the whole job is killed and started again; its engines were kept (a session)
     job           the whole job is killed, engines too, and started again, all roles at once
@@ -40,10 +42,12 @@ from report import Aim, finish
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "integration")]
+PROBED_JOB = str(ROOT / "tests" / "fakes" / "probed_job.py")
 from job_run import SUPERVISOR, Job  # noqa: E402
 
 from torchtitan_rl_ft.host import process  # noqa: E402
 from torchtitan_rl_ft.observability.events import Event, Kind  # noqa: E402
+from torchtitan_rl_ft.run_folder import write_atomic  # noqa: E402
 
 GROUP = "trainer-1"
 LIMIT_S = 180.0
@@ -60,11 +64,15 @@ Figures = dict[str, float]
 
 
 @contextmanager
-def running(folder: Path, *overrides: str) -> Iterator[Job]:
-    """A job whose groups both train."""
+def running(folder: Path, *overrides: str, script: str = "") -> Iterator[Job]:
+    """A job whose groups both train; `script`: what starts it, else `torchtitan run`."""
     folder.mkdir(parents=True)
     with Job(folder / "run") as job:
-        job.start(*JOB, *overrides)
+        if script:
+            keys = ("--job.dump_folder", str(job.folder.path), *JOB, *overrides)
+            job.spawn(SUPERVISOR, sys.executable, script, *keys)
+        else:
+            job.start(*JOB, *overrides)
         both_train(job)
         yield job
         job.interrupt()
@@ -105,26 +113,48 @@ def kill_group(job: Job) -> tuple[float, Figures]:
     target = job.process_of(GROUP)
     killed = time.monotonic()
     os.kill(target.pid, signal.SIGKILL)
-    done = wait_first(job, killed, phase_of(GROUP, "report"), f"{GROUP} to commit again")
+    replaced = {"detect": of_subject(Kind.EXIT, GROUP), "replace": of_subject(Kind.SPAWN, GROUP)}
+    took_s, phases = recovery(job, killed, replaced)
+    if imported := first_log_line(job, killed):
+        spawned = first(job, killed, of_subject(Kind.SPAWN, GROUP))
+        assert spawned is not None
+        phases["of that, import"] = imported - spawned.wall_s
+    return took_s, phases
+
+
+def fail_group(job: Job) -> tuple[float, Figures]:
+    """As `kill_group`, of a step that fails in the living process."""
+    ordered = time.monotonic()
+    order = json.dumps({"act": "fail", "point": "reduce", "step": 0})
+    write_atomic(job.folder.path / "order-1.0", order.encode())
+    failed = wait_first(
+        job,
+        ordered,
+        lambda e: e.kind is Kind.RESTART and e.phase == "in_process",
+        "the ordered failure",
+    )
+    return recovery(job, failed.mono_s, {})
+
+
+def recovery(
+    job: Job, since_mono_s: float, marks: dict[str, Callable[[Event], bool]]
+) -> tuple[float, Figures]:
+    """Seconds until the group reports a commit, by phase; `marks` end those before it builds."""
+    done = wait_first(job, since_mono_s, phase_of(GROUP, "report"), f"{GROUP} to commit again")
     marks = {
-        "detect": of_subject(Kind.EXIT, GROUP),
-        "replace": of_subject(Kind.SPAWN, GROUP),
+        **marks,
         "import and build": phase_of(GROUP, "attach"),
         "attach": phase_of(GROUP, "waiting_for_batch"),
         "wait for a batch": phase_of(GROUP, "quorum"),
         "quorum and heal": phase_of(GROUP, "forward_backward"),
     }
-    phases, before = {}, killed
+    phases, before = {}, since_mono_s
     for name, matches in marks.items():
-        mark = first(job, killed, matches)
+        mark = first(job, since_mono_s, matches)
         assert mark is not None, name
         phases[name], before = mark.mono_s - before, mark.mono_s
     phases["first step"] = done.mono_s - before
-    if imported := first_log_line(job, killed):
-        spawned = first(job, killed, of_subject(Kind.SPAWN, GROUP))
-        assert spawned is not None
-        phases["of that, import"] = imported - spawned.wall_s
-    return done.mono_s - killed, phases
+    return done.mono_s - since_mono_s, phases
 
 
 def first_log_line(job: Job, since_mono_s: float) -> float | None:
@@ -136,12 +166,17 @@ def first_log_line(job: Job, since_mono_s: float) -> float | None:
     return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp() if found else None
 
 
-def kills(job: Job, repeats: int, between: Callable[[], None]) -> tuple[list[float], list[Figures]]:
+def kills(
+    job: Job,
+    repeats: int,
+    between: Callable[[], None] = lambda: None,
+    strike: Callable[[Job], tuple[float, Figures]] = kill_group,
+) -> tuple[list[float], list[Figures]]:
     seconds, phases = [], []
     for _ in range(repeats):
         between()
         both_train(job)
-        took_s, its = kill_group(job)
+        took_s, its = strike(job)
         seconds.append(took_s)
         phases.append(its)
     return seconds, phases
@@ -171,7 +206,13 @@ def engines_serve(job: Job) -> bool:
 
 def without(folder: Path, repeats: int) -> tuple[list[float], list[Figures]]:
     with running(folder) as job:
-        return kills(job, repeats, lambda: None)
+        return kills(job, repeats)
+
+
+def in_process(folder: Path, repeats: int) -> tuple[list[float], list[Figures]]:
+    keys = ("--recovery.inprocess_restart", "--recovery.inprocess_max_restarts", "1000")
+    with running(folder, *keys, script=PROBED_JOB) as job:
+        return kills(job, repeats, strike=fail_group)
 
 
 def restart(job: Job, *, engines: bool) -> float:
@@ -207,6 +248,8 @@ def measure(arms: list[str], repeats: int) -> tuple[dict[str, Any], dict[str, Ai
             folder = Path(temp) / arm
             if arm in ("spare", "from_rollout"):
                 seconds[arm], phases[arm] = with_standby(folder, arm, repeats)
+            elif arm == "inprocess":
+                seconds[arm], phases[arm] = in_process(folder, repeats)
             elif arm == "cold":
                 seconds[arm], phases[arm] = without(folder, repeats)
             else:
@@ -243,7 +286,7 @@ def show_phases(phases: dict[str, list[Figures]]) -> None:
         print(f"{name:18}{cells}")
 
 
-ARMS = ("spare", "from_rollout", "cold", "job_kept", "job")
+ARMS = ("spare", "from_rollout", "inprocess", "cold", "job_kept", "job")
 
 
 def main() -> int:
