@@ -62,3 +62,26 @@ def test_a_lighthouse_with_a_smaller_minimum_is_refused_at_once(tmp_path):
         assert run.wait_exit("trainer-0") == [ExitCode.CONFIG], run.logs()
         assert "quorum of 1 group(s), but fault_tolerance.min_replica_size is 2" in run.logs()
         assert run.metrics() == [] and not run.events("refuse")
+
+
+@pytest.mark.row("G5")
+@pytest.mark.scenario("Q-3")
+@pytest.mark.parametrize(("retries", "timeout_s"), [(59, 60), (0, 5)])
+def test_a_lighthouse_that_dies_is_waited_for_within_the_limits(tmp_path, retries, timeout_s):
+    keys = {
+        "fault_tolerance__quorum_timeout_s": timeout_s,
+        "fault_tolerance__quorum_retries": retries,
+    }
+    with TrainerRun(tmp_path / "run", steps=100_000, groups=1, **keys) as run:
+        run.start_all()
+        run.wait_step(2)
+        run.kill("lighthouse")
+        if retries:
+            run.wait_for(lambda: run.events("phase")[-1]["phase"] == "quorum", "the wait for it")
+            run.start("lighthouse")
+            run.wait_step(len(run.metrics()) + 3)
+            assert run.processes["trainer-0"][0].poll() is None
+        else:
+            assert run.wait_exit("trainer-0", timeout_s=40) == [ExitCode.FAILED]
+            log = (run.run.path / "trainer-0.0.log").read_text()
+            assert "torchtitan: error: no quorum within" in log and "quorum_retries = 0" in log

@@ -174,6 +174,25 @@ def test_used_up_restarts_end_the_run_with_the_last_lines_of_the_log(start):
     assert delays == [0.0, 0.05]
 
 
+@pytest.mark.row("L2")
+def test_a_group_that_crashes_at_its_start_is_started_after_longer_pauses_alone(start):
+    job = start(
+        [
+            ("trainer-0", "worker", sh("exit 1")),
+            ("trainer-1", "worker", FOREVER),
+            ("rollout", "driver", FOREVER),
+        ],
+        max_restarts=4,
+        backoff_s=0.2,
+    )
+    assert job.outcome()[0] == ExitCode.FAILED
+    starts = [e.mono_s for e in job.events(Kind.SPAWN, "trainer-0")]
+    ends = [e.mono_s for e in job.events(Kind.EXIT, "trainer-0")]
+    pauses = [begin - end for end, begin in zip(ends, starts[1:], strict=False)]
+    assert [p >= least for p, least in zip(pauses, (0.0, 0.2, 0.4, 0.8), strict=True)] == [True] * 4
+    assert len(job.events(Kind.SPAWN, "trainer-1")) == 1
+
+
 @pytest.mark.parametrize("code", [int(ExitCode.CONFIG), int(ExitCode.NUMERIC)])
 def test_exit_that_no_restart_mends_ends_the_run_with_that_code(start, code):
     job = start([("trainer-0", "worker", sh(f"exit {code}")), ("rollout", "driver", FOREVER)])

@@ -201,22 +201,13 @@ class ReplicaGroup(TorchFTManager):
         group or the state is in `errored` and refuses this attempt.
 
         Raises NoQuorum when none forms within the limits, MinimumMismatch when one is too small to
-        commit.
+        commit, and what copying a peer's state raises.
         """
         if self._manager is None:
             alone = [replica_name(self.config.replica_id)]
             return Quorum(participants=1, rank=0, quorum_id=0, members=alone)
         started_s = time.monotonic()
-        try:
-            self._manager.start_quorum(allow_heal=True)
-        except (RuntimeError, TimeoutError) as e:
-            c = self.config
-            raise NoQuorum(
-                f"no quorum within fault_tolerance.quorum_timeout_s = {c.quorum_timeout_s} ({e}): "
-                f"the lighthouse ({os.environ.get(LIGHTHOUSE_ENV)}) has to be up, and as many "
-                "groups as fault_tolerance.lighthouse_min_replicas says, or min_replica_size = "
-                f"{c.min_replica_size} where that is 0"
-            ) from e
+        self._ask()
         assert self._client is not None and self._client.latest is not None
         latest = self._client.latest
         if len(latest.replica_ids) < self.config.min_replica_size:
@@ -236,6 +227,23 @@ class ReplicaGroup(TorchFTManager):
             must_heal=must_heal,
             heal=self._healed(started_s) if healed else None,
         )
+
+    def _ask(self) -> None:
+        assert self._manager is not None and self._client is not None
+        self._client.latest = None
+        try:
+            self._manager.start_quorum(allow_heal=True)
+        except (RuntimeError, TimeoutError) as e:
+            if self._client.latest is not None:  # it stood; what failed came after
+                raise
+            c = self.config
+            raise NoQuorum(
+                f"no quorum within fault_tolerance.quorum_timeout_s = {c.quorum_timeout_s}, "
+                f"quorum_retries = {c.quorum_retries} ({e}): the lighthouse "
+                f"({os.environ.get(LIGHTHOUSE_ENV)}) has to be up, and as many groups as "
+                "fault_tolerance.lighthouse_min_replicas says, or min_replica_size = "
+                f"{c.min_replica_size} where that is 0"
+            ) from e
 
     def _healed(self, started_s: float) -> Heal:
         assert self._transport is not None and self._transport.transfer is not None
