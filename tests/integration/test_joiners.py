@@ -103,6 +103,7 @@ def joiner(alone):
     go_on(run, 1)
 
 
+@pytest.mark.row("G4")
 @pytest.mark.scenario("Q-3")
 @pytest.mark.parametrize("point", ["configure", "transfer"])
 def test_a_joiner_that_dies_while_it_joins_takes_nobody_along(alone, joiner, point):
@@ -110,6 +111,11 @@ def test_a_joiner_that_dies_while_it_joins_takes_nobody_along(alone, joiner, poi
     since_s = joiner(act="kill", point=point)
     assert run.wait_exit("trainer-1") == [-signal.SIGKILL]
     go_on(run, 1)
+    # The step that it disturbed was refused, and committed under another quorum.
+    (refused,) = [e for e in run.events("refuse") if e["mono_s"] > since_s]
+    quorums = [e for e in run.events("quorum") if e["step"] == refused["step"]]
+    assert len({e["data"]["quorum_id"] for e in quorums}) == 2
+    assert sum(e["step"] == refused["step"] for e in run.events("commit")) == 1
     assert longest_pause_s(run, since_s) < STALL_LIMIT_S
 
 
@@ -143,6 +149,7 @@ def test_a_joiner_that_cannot_heal_ends(alone, joiner, rate_bytes_s, cut_after_b
 
 
 @pytest.mark.row("G3")
+@pytest.mark.scenario("R-3")
 @pytest.mark.scenario("R-6")
 def test_a_slow_heal_is_told_with_its_phases(alone, joiner):
     """The phases add up to the time from the quorum to the joiner's first commit."""
@@ -156,6 +163,8 @@ def test_a_slow_heal_is_told_with_its_phases(alone, joiner):
     assert heal["data"]["bytes"] / heal["data"]["transfer_s"] < 900_000
     (warning,) = [e for e in run.events("warn") if e["pid"] == heal["pid"]]
     assert "slow heal" in warning["cause"] and "heal_warn_share = 0.4" in warning["cause"]
+    mine = [e for e in run.events("phase") if e["pid"] == heal["pid"]]
+    assert "forward_backward" not in {e["phase"] for e in mine if e["mono_s"] < heal["mono_s"]}
     told = [r for r in recoveries(list(read_events(run.run.events))) if r.name == "trainer-1"][-1]
     assert told.phase_s["transfer"] > 1.0
     assert sum(told.phase_s.values()) == pytest.approx(told.total_s, rel=0.05)

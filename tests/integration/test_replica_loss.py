@@ -128,6 +128,7 @@ def test_the_duty_of_saving_moves_and_each_checkpoint_is_complete(three_groups):
 
 @pytest.mark.row("G1")
 @pytest.mark.row("G3")
+@pytest.mark.scenario("R-2")
 def test_groups_of_two_ranks_survive_the_loss_of_either_rank(tmp_path):
     keys = {
         "fault_tolerance__process_group_timeout_ms": GROUP_TIMEOUT_MS,
