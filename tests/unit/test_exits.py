@@ -165,10 +165,29 @@ def test_time_is_the_ledgers_and_the_same_for_all(make):
     run.elapsed_s = 5.99
     run.commit(A, B)
     assert run.waits(A)
+    assert run.waits(B)
+    seal(run.journal)
+    assert run.next(A)["status"] == "ready"
     run.elapsed_s = 60.0
-    assert run.waits(A)  # not in the middle of a step
+    assert run.next(B)["status"] == "ready"  # not in the middle of a step
     run.commit(A, B)
     assert {run.next(who)["outcome"] for who in (A, B)} == {"requeue"}
+
+
+@pytest.mark.row("H2")
+def test_time_that_is_over_between_two_steps_is_not_waited_for_a_batch(make):
+    run = make(ExitRules(duration_s=6.0)).attached(A)
+    run.elapsed_s = 60.0
+    assert run.waits(A)  # a job that is started again and again makes one step at least
+    run.commit(A)
+    assert run.next(A)["outcome"] == "requeue"
+    run.elapsed_s = 0.0
+    run.reopen("job-2")
+    run.attached(B)
+    run.commit(B)
+    assert run.waits(B)
+    run.elapsed_s = 60.0
+    assert run.next(B)["outcome"] == "requeue" and run.tip().step == 2
 
 
 @pytest.mark.row("H7")

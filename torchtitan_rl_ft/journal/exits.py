@@ -131,6 +131,7 @@ class Exits:
         self._elapsed_s, self._request, self._note = elapsed_s, request, note
         self._leaving: dict[str, str] = {}  # uuid -> reason
         self._in_step: set[str] = set()  # uuids that were given a batch and are not back yet
+        self._has_trained = False
 
     def settled(self) -> str | None:
         """Why this very job was stopped in an earlier life of the ledger."""
@@ -139,6 +140,7 @@ class Exits:
 
     def due(self, step: int, last_step: int | None) -> str | None:
         """`decide_exit` after the commit of `step`."""
+        self._has_trained = True
         return decide_exit(
             self.rules,
             step=step,
@@ -146,6 +148,20 @@ class Exits:
             elapsed_s=self._elapsed_s(),
             asked=self.asked,
             requested=self._request.there if self._request is not None else never,
+        )
+
+    def due_between_steps(self, step: int, last_step: int | None) -> str | None:
+        """Why the job stops while nobody is in the middle of a step: it was asked to, or its time
+        is over. The latter not before a first step, so that a job that is started again and again
+        gets on."""
+        duration_s = self.rules.duration_s if self._has_trained else None
+        return decide_exit(
+            ExitRules(duration_s=duration_s),
+            step=step,
+            last_step=last_step,
+            elapsed_s=self._elapsed_s(),
+            asked=self.asked,
+            requested=never,
         )
 
     def settle(self, step: int, reason: str) -> None:

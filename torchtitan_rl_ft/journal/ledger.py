@@ -155,10 +155,13 @@ class Ledger:
         return True
 
     def try_exit(self) -> None:
-        """Stop a job that was asked to, when nobody is in the middle of a step."""
-        asked = self._exits.asked
-        if self._outcome is None and asked and self._exits.idle(self._members.living()):
-            self._requeue(asked)
+        """Stop a job that was asked to, or has used its time up, when nobody is in the middle of
+        a step."""
+        if self._outcome is not None:
+            return
+        reason = self._exits.due_between_steps(self.journal.tip.step, self._last_step)
+        if reason is not None and self._exits.idle(self._members.living()):
+            self._requeue(reason)
 
     def _exit_if_due(self) -> None:
         """After a commit."""
