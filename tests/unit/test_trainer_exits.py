@@ -10,7 +10,7 @@ import pytest
 
 RANK = textwrap.dedent(
     """
-    import ctypes, sys, pathlib
+    import ctypes, sys, pathlib, time
     from torchtitan_rl_ft.rpc.client import RoleUnreachable
     from torchtitan_rl_ft.trainer import exits
 
@@ -22,9 +22,19 @@ RANK = textwrap.dedent(
             f.write("x")
         raise RoleUnreachable("the ledger is being restarted")
 
-    exits.SignalWatch(ask)
+    watch = exits.SignalWatch(ask)
     asked.touch()
-    ctypes.CDLL(None).sleep(20)  # as a collective: in C, without the GIL
+    ctypes.CDLL(None).sleep(20)  # as a collective: in C, without the GIL; a signal ends it
+    for _ in range(2):  # the trainer begins again in this process
+        time.sleep(0.3)
+        watch.close()
+        watch.close()
+        before = len(asked.read_text())
+        watch = exits.SignalWatch(ask)
+        while len(asked.read_text()) == before:
+            time.sleep(0.02)
+    watch.close()
+    print("closed", flush=True)
     ctypes.CDLL(None).sleep(20)
     """
 )
@@ -33,11 +43,12 @@ RANK = textwrap.dedent(
 @pytest.fixture
 def rank(tmp_path):
     asked = tmp_path / "asked"
-    process = subprocess.Popen([sys.executable, "-c", RANK, str(asked)])
+    command = [sys.executable, "-c", RANK, str(asked)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     wait_for(asked.exists)
-    yield process, asked
-    process.kill()
-    process.wait()
+    with process:
+        yield process, asked
+        process.kill()
 
 
 def wait_for(condition, timeout_s=20.0):
@@ -54,6 +65,7 @@ def test_the_ledger_is_asked_at_once_and_again_and_again(rank):
     assert asked.read_text() == ""
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: len(asked.read_text()) >= 3)
+    assert process.stdout.readline() == "closed\n"
     assert process.poll() is None
 
 

@@ -24,6 +24,10 @@ STARTED_AGAIN = (REQUEUE, LEFT)
 """How a run may be over for a group that goes on when it is started again."""
 
 
+_signalled = threading.Event()
+"""This process was told to end, whichever trainer it holds by now."""
+
+
 class SignalWatch:
     """Asks from a side thread, which is told by the C handler of the signal: Python's own waits
     for the main thread, which may sit in a collective."""
@@ -51,11 +55,16 @@ class SignalWatch:
             os.close(self._tell)
 
     def _run(self) -> None:
-        with open(self._told, "rb", buffering=0) as told:
-            while signal.SIGTERM not in told.read(64):
-                if self._closed.is_set():
+        with open(self._told, "rb", buffering=0) as told:  # open to the end: `close` writes to it
+            while not _signalled.is_set():
+                if signal.SIGTERM in told.read(64):
+                    _signalled.set()
+                    logger.warning("SIGTERM: asking to stop at the next step boundary")
+                elif self._closed.is_set():
                     return
-        logger.warning("SIGTERM: asking to stop at the next step boundary")
+            self._keep_asking()
+
+    def _keep_asking(self) -> None:
         while not self._closed.is_set():
             try:
                 self._ask()
