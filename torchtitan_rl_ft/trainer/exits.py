@@ -53,18 +53,15 @@ class SignalWatch:
             os.write(self._tell, b"\0")
             self._thread.join(ASK_TIMEOUT_S)
             os.close(self._tell)
+            os.close(self._told)  # after the thread: it reads no more, whatever it still asks
 
     def _run(self) -> None:
-        with open(self._told, "rb", buffering=0) as told:  # open to the end: `close` writes to it
-            while not _signalled.is_set():
-                if signal.SIGTERM in told.read(64):
-                    _signalled.set()
-                    logger.warning("SIGTERM: asking to stop at the next step boundary")
-                elif self._closed.is_set():
-                    return
-            self._keep_asking()
-
-    def _keep_asking(self) -> None:
+        while not _signalled.is_set():
+            if signal.SIGTERM in os.read(self._told, 64):
+                _signalled.set()
+                logger.warning("SIGTERM: asking to stop at the next step boundary")
+            elif self._closed.is_set():
+                return
         while not self._closed.is_set():
             try:
                 self._ask()
