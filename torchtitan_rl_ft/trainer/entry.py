@@ -9,6 +9,7 @@ CPU platform set up before TorchTitan is imported and errors of the set-up told 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torchtitan_rl_ft.trainer import watch
 
 def main() -> int:
     watch.begin_early()
+    # Imports make no garbage, and the collector takes a quarter of their time looking for it.
+    gc.disable()
     from torchtitan_rl_ft.platform import torchtitan_cpu
 
     torchtitan_cpu.install()
@@ -35,6 +38,8 @@ def main() -> int:
     from torchtitan_rl_ft.trainer.rerun import WrongResult
     from torchtitan_rl_ft.trainer.stepper import NumericStop
 
+    gc.freeze()
+    gc.enable()
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]
     try:
         standby.await_place(standby.IMPORTED)

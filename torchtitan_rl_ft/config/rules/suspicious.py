@@ -158,6 +158,8 @@ def _idle(job: Job) -> Iterator[tuple[str, str]]:
     if sections.fault_tolerance.semi_sync_method == "local_sgd":
         yield "fault_tolerance.outer_lr", "fault_tolerance.semi_sync_method"
         yield "fault_tolerance.outer_momentum", "fault_tolerance.semi_sync_method"
+    if sections.recovery.standby != "spare":
+        yield "recovery.standby_groups", "recovery.standby"
     if sections.rl.mode != "semi_async":
         yield "rl.start_fraction", "rl.mode"
     if sections.rl.kl_coef == 0:
