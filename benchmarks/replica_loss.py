@@ -111,7 +111,7 @@ def measure(
 ) -> tuple[dict[str, list[float]], float]:
     """Stalls in seconds by the point that was hit, and an undisturbed step."""
     stalls: dict[str, list[float]] = defaultdict(list)
-    keys = {**shipped_limits(), "checkpoint__interval": 5}
+    keys = {**shipped_limits(), "checkpoint__interval": 5, "checkpoint__keep_latest_k": 2}
     with TrainerRun(folder, steps=100000, groups=groups, ranks=ranks, launched=True, **keys) as run:
         run.start_all()
         kills = Kills(run)
@@ -132,6 +132,11 @@ def measure(
         if steps != list(range(1, len(steps) + 1)):
             raise SystemExit(f"the history is not 1..N once each: {steps}")
         return dict(stalls), kills.calm_step_s()
+
+
+def write(path: Path, figures: dict[str, Any], aims: dict[str, Aim]) -> None:
+    shown = {n: {"value": a.value, "aim": a.aim, "met": a.met} for n, a in aims.items()}
+    path.write_text(json.dumps({"figures": figures, "aims": shown}, indent=1) + "\n")
 
 
 def main() -> int:
@@ -161,12 +166,11 @@ def main() -> int:
                 )
                 figures[f"{layout}/{point}/median_s"] = statistics.median(values)
                 figures[f"{layout}/{point}/most_s"] = max(values)
-            print(f"an undisturbed step takes {step_s:.3f} s")
+            print(f"an undisturbed step takes {step_s:.3f} s", flush=True)
             figures[f"{layout}/calm_step_s"] = step_s
             aims[f"{layout}/longest_stall_s"] = Aim(max(max(v) for v in stalls.values()), 3.0)
-    if args.out is not None:
-        shown = {n: {"value": a.value, "aim": a.aim, "met": a.met} for n, a in aims.items()}
-        args.out.write_text(json.dumps({"figures": figures, "aims": shown}, indent=1) + "\n")
+            if args.out is not None:  # a long run: what is measured is kept
+                write(args.out, figures, aims)
     return finish("replica_loss", figures, aims, verify=args.verify)
 
 
