@@ -13,6 +13,7 @@ from torchtitan.components.optimizer import (
     OptimizersContainer,
     default_adamw,
 )
+from torchtitan.experiments.torchft.diloco.utils import module_split
 from torchtitan.experiments.torchft.manager import TorchFTManager
 from torchtitan.experiments.torchft.optimizer import TorchFTOptimizersContainer
 
@@ -20,6 +21,7 @@ from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.trainer.model_spec import build_model_spec
+from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
 
 
 @pytest.fixture
@@ -154,6 +156,24 @@ def test_trap_6_stock_data_parallel_world_is_zero_and_ours_is_the_groups_own():
     assert stock.get_dp_info(2, 1)[0] == 0
     ours = ReplicaGroup(ReplicaGroup.Config(enable=False))
     assert ours.get_dp_info(2, 1) == (2, 1)
+
+
+def shared_parameters(fragments):
+    ids = [id(p) for fragment in fragments for p in fragment]
+    return len(ids) - len(set(ids))
+
+
+def test_trap_10_stock_puts_a_tied_weight_into_two_fragments_and_ours_into_one():
+    model = torch.nn.Module()
+    model.tok_embeddings = torch.nn.Embedding(8, 4)
+    model.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(4, 4)})
+    model.lm_head = torch.nn.Linear(4, 8, bias=False)
+    model.lm_head.weight = model.tok_embeddings.weight
+    named = [["tok_embeddings"], ["layers.0", "lm_head"]]
+    stock = module_split(model, named)
+    assert shared_parameters([list(fragment.parameters()) for fragment in stock]) == 1
+    config = ReplicaGroup.Config(module_fqns_per_model_fragment=named)
+    assert shared_parameters(outer_optimizer([model], "diloco", config).fragments) == 0
 
 
 def count_hook_calls(optimizers, model):
