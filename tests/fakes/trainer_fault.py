@@ -55,8 +55,8 @@ def install() -> None:
             loss = loss * fault["factor"]
         return loss
 
-    def seeding(self):
-        seed(self)
+    def seeding(self, *inner_step):
+        seed(self, *inner_step)
         for _ in faults.due(self, "flip", 1):
             tensor = next(iter(self.state.tensors().values()))
             tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
