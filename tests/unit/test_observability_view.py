@@ -199,6 +199,10 @@ def test_notices():
     ended = line(Kind.EXIT, phase="fault", cause="exit code 1", data={"subject": "a", "log": "L"})
     assert notice(ended) == "a ended: exit code 1 (log: L)"
     assert notice({**ended, "phase": "stopped"}) is None
+    promoted = {"subject": "trainer-1", "standby": "standby-0"}
+    assert notice(line(Kind.PROMOTE, "supervisor", data=promoted)) == (
+        "standby-0 takes the place of trainer-1"
+    )
     assert notice(line(Kind.FAULT, "serving", cause="no answer", data={"subject": "engine-1"})) == (
         "fault: engine-1: no answer"
     )

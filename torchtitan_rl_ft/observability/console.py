@@ -64,6 +64,8 @@ def notice(line: Mapping[str, Any]) -> str | None:
     if kind == Kind.STOP:
         who = "the job" if data.get("replica_id") is None else f"trainer-{data['replica_id']}"
         return f"{who} stops after step {line.get('step')}: {cause}"
+    if kind == Kind.PROMOTE and "standby" in data:
+        return f"{data['standby']} takes the place of {subject}"
     if kind == Kind.CHAOS:
         return f"chaos: {line.get('phase')}: {cause} ({subject})"
     if kind in (Kind.FAULT, Kind.WARN):
