@@ -28,6 +28,8 @@ from torchtitan_rl_ft.rpc.server import make_app, start
 from torchtitan_rl_ft.run_folder import RunFolder
 
 VOCAB = 16
+LAST_STEP = "last_step"
+"""A file in the run folder: the run ends at the step that it names (beyond the batches sealed)."""
 
 
 def made_up_batch(
@@ -124,6 +126,8 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     async with beating(run.phases, "rollout"):
         while journal.tip.step < steps and ledger.outcome is None:
             obey_orders(run)
+            if (run.path / LAST_STEP).exists():
+                steps = min(steps, int((run.path / LAST_STEP).read_text()))
             wanted = len(journal.plan) < min(steps, journal.tip.step + args.ahead)
             if wanted and not (run.path / "pause-host").exists():
                 seal_one(journal, args)

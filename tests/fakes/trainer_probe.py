@@ -6,9 +6,9 @@ PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much f
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
 "sleep" | "hold" | "fail", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself
-as it enters that phase (of that step, 0: any), once. Points beside the phases: "configure" (the
-quorum stands, its process group does not yet) and "transfer" (about to fetch a peer's state). In
-semi-sync, see also window_probe.py.
+as it enters that phase (of that step, 0: any), once; "kill" with "delay_s" a moment later. Points
+beside the phases: "configure" (the quorum stands, its process group does not yet), "transfer"
+(about to fetch a peer's state) and those of step_probe.py. In semi-sync, see also window_probe.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ torchtitan_cpu.install()
 
 import checkpoint_probe  # noqa: E402
 import life_probe  # noqa: E402
+import step_probe  # noqa: E402
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
 import window_probe  # noqa: E402
@@ -84,10 +86,13 @@ def obey_orders() -> None:
     PhaseClock.enter = entered
     ProcessGroupGloo.configure = configured
     StateTransport.recv_checkpoint = received
+    step_probe.install(look)
 
 
 def obey(order: dict) -> None:
     match order["act"]:
+        case "kill" if order.get("delay_s"):
+            threading.Timer(order["delay_s"], os.kill, (os.getpid(), signal.SIGKILL)).start()
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":

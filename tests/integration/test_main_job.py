@@ -241,6 +241,22 @@ def test_every_sample_is_trained_once(done):
     assert [c.tokens for c in found.history] == [row["tokens"] for row in done.job.metrics()]
 
 
+@pytest.mark.row("G11")
+def test_the_report_proves_the_run_and_shows_both_groups_shares(done):
+    run = str(done.job.folder.path)
+    told = {}
+    for how in ((), ("--ledger",)):
+        found = subprocess.run([*COMMAND, "report", run, *how], capture_output=True, text=True)
+        assert found.returncode == ExitCode.DONE, found.stderr
+        told[how] = found.stdout
+    assert f"steps      {STEPS} of {STEPS}" in told[()]
+    samples = STEPS * GROUPS_PER_STEP * SAMPLES_PER_PROMPT
+    for group in ("trainer-0", "trainer-1"):
+        (line,) = [x for x in told[("--ledger",)].splitlines() if f"{group}: " in x]
+        assert f" of {samples} samples (" in line and f"{STEPS} steps" in line
+    assert "accounts   hold" in told[("--ledger",)]
+
+
 def test_engine_and_trainer_agree_on_log_probs(done):
     """On policy: age 0, and the engine's log-probs are those that the trainer computes."""
     for row in done.job.metrics():

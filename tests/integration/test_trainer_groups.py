@@ -4,6 +4,7 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from trainer_run import TrainerRun, assert_groups_equal, steps_of
 
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
@@ -21,6 +22,7 @@ def two_groups(tmp_path_factory):
     keys = {"fault_tolerance__min_replica_size": 2, "rollout__save_debug_train_data": TRAINED}
     path = tmp_path_factory.mktemp("two_groups") / "run"
     with TrainerRun(path, steps=12, groups=2, **keys) as run:
+        run.env["PROBE_GRADIENTS"] = "1"
         run.start_all()
         assert run.wait_exit("trainer-0") == [0], run.logs()
         assert run.wait_exit("trainer-1") == [0], run.logs()
@@ -46,6 +48,7 @@ def test_two_groups_train_each_batch_once_and_stay_bitwise_equal(two_groups):
 def grad_norms(tmp_path, steps, groups, **keys):
     keys |= {"fault_tolerance__min_replica_size": groups, "rollout__save_debug_train_data": TRAINED}
     with TrainerRun(tmp_path / "run", steps=steps, groups=groups, **keys) as run:
+        run.env["PROBE_GRADIENTS"] = "1"
         run.start_all()
         for g in range(groups):
             assert run.wait_exit(f"trainer-{g}") == [0] * run.ranks, run.logs()
@@ -81,10 +84,24 @@ def test_one_steps_gradient_does_not_depend_on_the_layout(two_groups, tmp_path, 
     """From equal parameters; summation order is all that differs."""
     (norm,) = grad_norms(tmp_path, 1, **shape)
     assert norm == pytest.approx(two_groups.metrics()[0]["grad_norm"], rel=1e-5)
+    mine, theirs = gradient(tmp_path / "run"), gradient(two_groups.run.path)
+    gap = np.linalg.norm(mine - theirs) / np.linalg.norm(theirs)
+    print(f"relative difference of the gradient: {gap:.1e}")
+    assert gap < 1e-5
     here, there = trained(tmp_path / "run", 1), trained(two_groups.run.path, 1)
     assert here.arrays["index"].tolist() == there.arrays["index"].tolist()
     for name in ("policy_logprobs", "ratio"):
         np.testing.assert_allclose(here.arrays[name], there.arrays[name], atol=1e-5)
+
+
+def gradient(run_folder):
+    """The whole gradient of step 1, as one vector, the same in all groups and ranks."""
+    found = []
+    for file in sorted(run_folder.glob("gradients-*-1.safetensors")):
+        tensors = load_file(file)
+        found.append(np.concatenate([tensors[k].ravel() for k in sorted(tensors)]))
+    assert found and all(np.array_equal(found[0], other) for other in found)
+    return found[0].astype(np.float64)
 
 
 def trained(run_folder, step):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
+from forked_ranks import ForkedRank, RankForks
 
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.models.tiny import make_tiny_model
@@ -29,7 +30,8 @@ class TrainerRun:
     """One run folder with its processes. Use as a context manager.
 
     `launched`: groups are started by the trainer role itself, so that the death of one rank ends
-    its group; else by the test. Each rank is a probe (tests/fakes/trainer_probe.py).
+    its group; else by the test. Each rank is a probe (tests/fakes/trainer_probe.py). `forked`: they
+    are up in about a second (forked_ranks.py).
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class TrainerRun:
         groups: int,
         ranks: int = 1,
         launched: bool = False,
+        forked: bool = False,
         **keys,
     ) -> None:
-        self.launched = launched
+        self.launched, self.forked = launched, forked
+        self._forks: RankForks | None = None
         self.lighthouse_args: list[str] = []
         self.run, self.steps, self.groups, self.ranks = RunFolder(path), steps, groups, ranks
         self.env = {
@@ -70,7 +74,7 @@ class TrainerRun:
         self._values = values
         self.set(**keys)
         make_tiny_model(self.run.model, 0)
-        self.processes: dict[str, list[subprocess.Popen]] = {}
+        self.processes: dict[str, list[subprocess.Popen | ForkedRank]] = {}
         self._read: dict[Path, tuple[int, list[dict]]] = {}
         self.rank_env: dict[int, dict[str, str]] = {}
         """Environment of one rank of every group."""
@@ -87,6 +91,8 @@ class TrainerRun:
     def __exit__(self, *_: object) -> None:
         for name in list(self.processes):
             self.kill(name)
+        if self._forks is not None:
+            self._forks.close()
 
     def start(self, *names: str, host_args: tuple[str, ...] = ()) -> None:
         for name in names:
@@ -124,7 +130,16 @@ class TrainerRun:
                 {**shared, **self.rank_env.get(r, {}), "RANK": str(r), "LOCAL_RANK": str(r)}
                 for r in range(self.ranks)
             ]
-            self._spawn(name, [(probe, rank) for rank in ranks])
+            if self.forked:
+                self.processes[name] = [self._fork(name, rank) for rank in ranks]
+            else:
+                self._spawn(name, [(probe, rank) for rank in ranks])
+
+    def _fork(self, name: str, env: dict[str, str]) -> ForkedRank:
+        if self._forks is None:
+            self._forks = RankForks(self.env, self.run.path / "forks.log")
+        log = self.run.path / f"{name}.{env['RANK']}.log"
+        return self._forks.start({**self.env, **env}, log, self.run.path)
 
     def promote(self, standby: str, name: str) -> None:
         """Give a waiting standby the place of a trainer group, as the supervisor does."""
@@ -180,15 +195,23 @@ class TrainerRun:
     def kill_at(self, group: int, point: str, *, rank: int = 0, step: int = 0) -> float:
         """SIGKILL of a rank as it enters a phase; its group's other ranks follow, as their
         launcher would have it. Returns when it was, on the monotonic clock."""
+        phase, mono_s = self.kill_near(group, point, rank=rank, step=step)
+        assert rank or phase == point
+        return mono_s
+
+    def kill_near(
+        self, group: int, point: str, *, rank: int = 0, step: int = 0, delay_s: float = 0.0
+    ) -> tuple[str, float]:
+        """SIGKILL of a rank `delay_s` after it came to a point (trainer_probe.py). Returns the
+        phase that its group was in at last, and since when."""
         name = f"trainer-{group}"
         victim = self.processes[name][rank]
-        self.order(group, point, act="kill", rank=rank, step=step)
+        self.order(group, point, act="kill", rank=rank, step=step, delay_s=delay_s)
         self.wait_for(lambda: victim.poll() is not None, f"{name} to enter {point}")
         assert victim.returncode == -signal.SIGKILL, self.logs()
         self.kill(name)
-        phases = [e for e in self.events("phase") if e["name"] == name]
-        assert rank or phases[-1]["phase"] == point
-        return phases[-1]["mono_s"]
+        last = [e for e in self.events("phase") if e["name"] == name][-1]
+        return last["phase"], last["mono_s"]
 
     def wait_exit(self, name: str, timeout_s: float = 90) -> list[int]:
         return [p.wait(timeout=timeout_s) for p in self.processes[name]]
