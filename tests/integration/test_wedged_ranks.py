@@ -9,7 +9,7 @@ from watching import watched
 
 pytestmark = pytest.mark.timeout(300)
 
-SILENCE_S, PHASE_S = 6, 5
+SILENCE_S, PHASE_S = 6, 9
 KEYS = {
     "recovery__rank_silence_timeout_s": SILENCE_S,
     "recovery__enable_ft_package": True,
@@ -41,7 +41,7 @@ def test_what_hangs_is_ended_within_its_limit_and_the_others_go_on(tmp_path):
             run.wait_for(lambda v=victim: v.poll() is not None, f"the end of what hangs ({act})")
             assert victim.returncode == -signal.SIGKILL
             run.wait_for(
-                lambda n=n: sum(e["phase"] == "wedged" for e in run.events("fault")) == n + 1,
+                lambda n=n: sum(e.get("phase") == "wedged" for e in run.events("fault")) == n + 1,
                 "the event",
             )
             run.wait_step(len(run.metrics()) + 3)
@@ -52,7 +52,7 @@ def test_what_hangs_is_ended_within_its_limit_and_the_others_go_on(tmp_path):
             run.start("trainer-1")
         run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "the group's return")
         run.wait_step(len(run.metrics()) + 5)
-        told = [e for e in run.events("fault") if e["phase"] == "wedged"]
+        told = [e for e in run.events("fault") if e.get("phase") == "wedged"]
         assert [e["data"]["in_phase"] for e in told] == ["reduce"] * 3
         assert [e["data"]["limit_of"] for e in told] == [
             "recovery.rank_silence_timeout_s",
@@ -77,9 +77,7 @@ def test_waiting_is_no_fault_and_limits_are_learned_for_the_next_start(tmp_path)
     with TrainerRun(tmp_path / "run", steps=4000, groups=2, **keys) as run, watched(run.run):
         run.start("host", "lighthouse", "trainer-0", host_args=("--slow-s", "0.05"))
         run.wait_for(
-            lambda: any(
-                e["data"].get("phase", e.get("phase")) == "quorum" for e in run.events("phase")
-            ),
+            lambda: any(e["phase"] == "quorum" for e in run.events("phase")),
             "the quorum that does not form",
         )
         time.sleep(SILENCE_S + PHASE_S)
@@ -90,6 +88,6 @@ def test_waiting_is_no_fault_and_limits_are_learned_for_the_next_start(tmp_path)
         time.sleep(SILENCE_S + PHASE_S)
         pause.unlink()
         run.wait_step(len(run.metrics()) + 5)
-        assert not [e for e in run.events("fault") if e["phase"] == "wedged"]
+        assert not [e for e in run.events("fault") if e.get("phase") == "wedged"]
         learned = run.run.phases / "limits.json"
         run.wait_for(lambda: '"reduce": ' in learned.read_text().partition("limits_s")[2], "limits")

@@ -284,4 +284,5 @@ def assert_groups_equal(
     assert len(common) >= at_least
     for step in sorted(common):
         for other in probes[1:]:
-            assert probes[0][step] == other[step], f"groups differ at step {step}"
+            differ = [k for k, v in probes[0][step].items() if other[step][k] != v]
+            assert not differ, f"groups differ at step {step} in {differ}"
