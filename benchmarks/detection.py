@@ -1,6 +1,6 @@
-"""How well dead engines are told from living ones, and how fast.
+"""How well dead engines are told from living ones, and wedged ranks from waiting ones; how fast.
 
-    python benchmarks/detection.py [--quick] [--verify] [--out FILE]
+    python benchmarks/detection.py [--part roles] [--quick] [--verify] [--out FILE]
 
 Two real SGLang engines (tiny model, a context of 32,768 tokens) under the detector of the serving
 role: first wait 0, interval 1 s, timeout 2 s. Labelled faults and innocents, a trial each; what no
@@ -8,6 +8,9 @@ real engine can be made to do is done by fake ones. A retirement of an engine in
 broken is a false alarm, whenever it comes; not of one that ended by itself (its port was taken).
 Aims: precision and recall 1, exits in less than 2 s and hangs in less than interval + timeout
 (medians). 12 minutes, with --quick 4.
+
+`--part roles`: two real trainer groups and a process that beats as the rollout role does, under the
+watcher of the supervisor (detection_roles.py). Aim: hangs in less than the limit (4 s) and 3 s.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import detection_roles
 from detection_cases import (
     FAKE_FAULTS,
     FAKE_INNOCENTS,
@@ -183,7 +187,15 @@ class Recorder:
             await undo()
 
 
+def role_trials(repeats: int, rounds: int) -> list[Trial]:
+    """Trainers and rollout."""
+    return [
+        Trial(t.case, t.kind, t.delay_s, t.cause) for t in detection_roles.trials(repeats, rounds)
+    ]
+
+
 async def run(repeats: int, rounds: int) -> list[Trial]:
+    """Engines."""
     trials: list[Trial] = []
     for title, engines, innocents, faults in (
         ("fake engines", fake_engines, FAKE_INNOCENTS, FAKE_FAULTS),
@@ -232,8 +244,6 @@ def figures(trials: Sequence[Trial]) -> dict[str, Any]:
     found = [t for t in faults if t.delay_s is not None]
     alarms = [t for t in trials if t.delay_s is not None]
     return {
-        "interval_s": INTERVAL_S,
-        "timeout_s": TIMEOUT_S,
         "faults": len(faults),
         "innocents": len(trials) - len(faults),
         "precision": len(found) / len(alarms) if alarms else 0.0,
@@ -272,28 +282,42 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=6, help="trials of each fault")
+    parser.add_argument("--part", choices=("engines", "roles"), default="engines")
+    parser.add_argument("--repeats", type=int, help="trials of each fault (6; roles: 2)")
     parser.add_argument("--rounds", type=int, default=2, help="trials of each innocent and engine")
     parser.add_argument("--quick", action="store_true", help="one of each")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/detection.json")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--verify", action="store_true")
     args = parser.parse_args()
-    repeats, rounds = (1, 1) if args.quick else (args.repeats, args.rounds)
+    engines = args.part == "engines"
+    name = "detection" if engines else "detection_roles"
+    repeats, rounds = args.repeats or (6 if engines else 2), args.rounds
+    if args.quick:
+        repeats = rounds = 1
     began = time.monotonic()
-    trials = asyncio.run(run(repeats, rounds))
-    found = {**figures(trials), "took_s": round(time.monotonic() - began, 1)}
+    if engines:
+        trials = asyncio.run(run(repeats, rounds))
+        times = {"interval_s": INTERVAL_S, "timeout_s": TIMEOUT_S}
+    else:
+        trials = role_trials(repeats, rounds)
+        times = {"silence_s": detection_roles.SILENCE_S, "phase_s": detection_roles.PHASE_S}
+    found = {**times, **figures(trials), "took_s": round(time.monotonic() - began, 1)}
     show(found)
     accused = [t for t in trials if t.kind == "innocent" and t.delay_s is not None]
     for trial in accused:
         print(f"false alarm: {trial.case}: {trial.cause}")
-    args.out.write_text(json.dumps({**found, "trials": [asdict(t) for t in trials]}, indent=1))
+    out = args.out or ROOT / f"benchmarks/results/{name}.json"
+    out.write_text(json.dumps({**found, "trials": [asdict(t) for t in trials]}, indent=1))
+    # A wedged rank is given a second to write its stacks.
+    hang_s = INTERVAL_S + TIMEOUT_S if engines else detection_roles.SILENCE_S + 3.0
     aims = {
         "precision": Aim(found["precision"], 1.0, at_most=False),
         "recall": Aim(found["recall"], 1.0, at_most=False),
-        "exits/median_s": Aim(found["exits"].get("median_s", UNNOTICED_S), 2.0),
-        "hangs/median_s": Aim(found["hangs"].get("median_s", UNNOTICED_S), INTERVAL_S + TIMEOUT_S),
+        "hangs/median_s": Aim(found["hangs"].get("median_s", UNNOTICED_S), hang_s),
     }
-    return finish("detection", found, aims, verify=args.verify)
+    if engines:
+        aims["exits/median_s"] = Aim(found["exits"].get("median_s", UNNOTICED_S), 2.0)
+    return finish(name, found, aims, verify=args.verify)
 
 
 if __name__ == "__main__":
