@@ -1,16 +1,20 @@
 """Borrowed places of standby trainers, and what `check` says of standby keys."""
 
 import asyncio
+import os
+from socket import gethostname
 
 import pytest
 
 from torchtitan_rl_ft.config.checks import check
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.config.rules.job import Machine
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.roles.loans import BorrowedPlaces
-from torchtitan_rl_ft.roles.standby import NoPlace
+from torchtitan_rl_ft.roles.standby import NoPlace, Standbys
 from torchtitan_rl_ft.rpc.client import RoleRefused, RoleUnreachable
+from torchtitan_rl_ft.run_folder import RoleAddress, RunFolder
 
 pytestmark = pytest.mark.row("M3")
 
@@ -90,6 +94,31 @@ def test_a_return_that_fails_is_told_and_tried_again_when_the_group_is_lost_agai
     with pytest.raises(NoPlace):
         asyncio.run(borrowed.take("trainer-0"))
     assert serving.paths[-1] == "/v1/return"
+
+
+@pytest.mark.parametrize("devices", [[], [4]])
+def test_a_standby_that_dies_before_it_comes_leaves_no_place_borrowed(
+    tmp_path, monkeypatch, devices
+):
+    monkeypatch.setenv("TORCHTITAN_RL_FT_TOKEN", "t")
+    serving = Serving(devices)
+    borrowed, events = places(serving)
+    folder = RunFolder(tmp_path)
+
+    async def lose_both() -> object:
+        child = process.spawn(["sleep", "60"], log=tmp_path / "log", env=dict(os.environ))
+        standbys = Standbys(folder, events, borrowed)
+        standbys.started("standby-0", 1, child)
+        closed = "http://127.0.0.1:9"
+        folder.announce(
+            RoleAddress("standby-0", closed, child.pid, child.id.start_time, 1, gethostname())
+        )
+        promoted = await standbys.promote("trainer-1", "killed by SIGKILL")
+        await child.wait()
+        return promoted
+
+    assert asyncio.run(lose_both()) is None
+    assert serving.paths == ["/v1/lend", "/v1/return"]
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,17 @@ def test_what_was_learned_is_used_by_the_next_start_of_the_same_layout(tmp_path)
     again.save(101.0)
     assert Lessons(path, {"ranks": 2}, {}).limits_s()["reduce"] == 40.0
     assert Lessons(path, {"ranks": 4}, {}).limits_s() == {}
-    path.write_text("{")
-    assert Lessons(path, {"ranks": 2}, {}).limits_s() == {}
+    whole = json.loads(path.read_text())
+    for damaged in (
+        "{",
+        "[]",
+        "null",
+        json.dumps({**whole, "counts": None}),
+        json.dumps({**whole, "longest_s": {"reduce": "long"}}),
+        json.dumps({**whole, "counts": {"reduce": float("inf")}}),
+    ):
+        path.write_text(damaged)
+        assert Lessons(path, {"ranks": 2}, {}).limits_s() == {}
 
 
 @pytest_asyncio.fixture

@@ -60,6 +60,10 @@ class BorrowedPlaces:
         if (loan := self._loans.get(place)) is not None and not loan.devices:
             await self._give_back(place)
 
+    async def forgo(self, place: str) -> None:
+        """The standby has died before it came: the engine is to start again."""
+        await self._give_back(place)
+
     async def _give_back(self, place: str) -> None:
         loan = self._loans[place]
         try:

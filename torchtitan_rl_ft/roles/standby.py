@@ -59,6 +59,9 @@ class Places(Protocol):
     async def settle(self, place: str) -> None:
         """The group has committed in its new place."""
 
+    async def forgo(self, place: str) -> None:
+        """Nobody trains where group `place` was to train."""
+
 
 class OwnPlaces:
     """A spare trains where it waited."""
@@ -67,6 +70,9 @@ class OwnPlaces:
         return None
 
     async def settle(self, place: str) -> None:
+        pass
+
+    async def forgo(self, place: str) -> None:
         pass
 
 
@@ -132,6 +138,7 @@ class Standbys:
             self._events.emit(Kind.FAULT, cause=f"not promoted: {e}", subject=standby.name)
             # It might still take the place that its group is about to be started in.
             await process.kill_until_gone([standby.child.id], time.monotonic() + KILL_TIMEOUT_S)
+            await self._places.forgo(place)
             return None
         self._name_logs(standby, place, attempt)
         self._events.emit(

@@ -116,11 +116,13 @@ class Lessons:
         try:
             found = json.loads(self._path.read_bytes())
             if found["layout"] == self._layout:
-                self._longest_s, self._counts = found["longest_s"], found["counts"]
-                self._stretch = found["stretch"]
+                names = ("longest_s", "counts", "stretch")
+                numbers = [{str(k): float(v) for k, v in found[name].items()} for name in names]
+                self._longest_s, counts, self._stretch = numbers
+                self._counts = {key: int(count) for key, count in counts.items()}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             logger.warning("learned limits are not to be read, they are learned anew: %s", e)
 
 
