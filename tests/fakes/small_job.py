@@ -11,8 +11,8 @@ import sys
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.roles import job, session
-from torchtitan_rl_ft.roles.keeper import RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.run_folder import RunFolder
 
 WAIT = "while [ ! -e {end} ]; do sleep 0.05; done; exit $(cat {end})"

@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.roles import job
-from torchtitan_rl_ft.roles.keeper import RoleSpec
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.run_folder import RunFolder
 
 HOST = str(Path(__file__).with_name("run_host.py"))

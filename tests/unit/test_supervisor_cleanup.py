@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.roles.cleanup import Cleanup
-from torchtitan_rl_ft.roles.keeper import Outcome, with_leftovers
+from torchtitan_rl_ft.roles.outcome import Outcome, with_leftovers
 
 BUDGET_S = 1.0
 

@@ -25,7 +25,7 @@ HARNESS = textwrap.dedent(
     import json, sys
     from torchtitan_rl_ft.config.resolve import resolve
     from torchtitan_rl_ft.roles import job, supervisor
-    from torchtitan_rl_ft.roles.keeper import RoleSpec
+    from torchtitan_rl_ft.roles.role_spec import RoleSpec
     from torchtitan_rl_ft.roles.lifecycle import Duty
 
     given = json.loads(sys.argv[1])

@@ -20,7 +20,8 @@ HARNESS = textwrap.dedent(
     import asyncio, json, os, sys
     from torchtitan_rl_ft.observability.events import EventLog
     from torchtitan_rl_ft.host import process
-    from torchtitan_rl_ft.roles.keeper import RoleKeeper, RoleSpec
+    from torchtitan_rl_ft.roles.keeper import RoleKeeper
+    from torchtitan_rl_ft.roles.role_spec import RoleSpec
     from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
     from torchtitan_rl_ft.roles.exits import GracefulExit
     from torchtitan_rl_ft.roles.standby import Standbys

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_rl_ft.config.sections import RecoverySection
+from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.run_folder import write_atomic
 
 REQUEUE, LEFT = "requeue", "left"

@@ -12,11 +12,12 @@ from dataclasses import replace
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.config.sections import RecoverySection, Sections
+from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.models.tiny import make_tiny_model
-from torchtitan_rl_ft.roles.keeper import RoleSpec
 from torchtitan_rl_ft.roles.lifecycle import Duty
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, STANDBY_ENV, TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable

@@ -9,9 +9,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
@@ -28,6 +26,8 @@ from torchtitan_rl_ft.roles.lifecycle import (
     Verdict,
     after_exit,
 )
+from torchtitan_rl_ft.roles.outcome import Kept, Nothing, Outcome, with_leftovers
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.standby import Standby, Standbys
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 
@@ -44,62 +44,6 @@ EXIT_PHASES = {
     Action.ABANDON: "fault",
 }
 """`phase` of the EXIT event by what was decided."""
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """One role to keep running."""
-
-    name: str
-    duty: Duty
-    argv: tuple[str, ...]
-    outlives_parent: bool = False
-    """It, and what it starts, is not ended by our death."""
-
-    adopt: tuple[ProcessId, Path] | None = None
-    """The role is up already, as this process with this log."""
-
-    env: Mapping[str, str] = field(default_factory=dict)
-    """What its environment has beside that of all roles."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. `detail` are further lines for people (last lines of a log)."""
-
-    exit_code: int
-    cause: str
-    detail: list[str] = field(default_factory=list)
-    kept: bool = False
-    """Its session stays for another job."""
-
-
-class Kept(Protocol):
-    """What may stay when the run has ended (session.py: Session)."""
-
-    def processes(self) -> set[ProcessId]: ...
-
-    def may_be_kept(self, exit_code: int) -> bool: ...
-
-    async def release(self, limit_s: float) -> None: ...
-
-    async def dispose(self, limit_s: float) -> None: ...
-
-
-class Nothing:
-    """A run without a session."""
-
-    def processes(self) -> set[ProcessId]:
-        return set()
-
-    def may_be_kept(self, exit_code: int) -> bool:
-        return False
-
-    async def release(self, limit_s: float) -> None:
-        pass
-
-    async def dispose(self, limit_s: float) -> None:
-        pass
 
 
 class RoleKeeper:
@@ -488,15 +432,3 @@ class RoleKeeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def with_leftovers(outcome: Outcome, cleanup: Cleanup, left: Sequence[str], kept: bool) -> Outcome:
-    """The run's own error comes first; what went wrong in the clean-up counts when there is
-    none."""
-    exit_code, cause, detail = outcome.exit_code, outcome.cause, list(outcome.detail)
-    if cleanup.errors and exit_code == ExitCode.DONE:
-        exit_code, cause = ExitCode.FAILED, str(cleanup.errors[0])
-    if left:
-        exit_code = exit_code or ExitCode.FAILED
-        detail += ["left behind:", *(f"  {line}" for line in left)]
-    return Outcome(exit_code, cause, detail, kept)

@@ -17,7 +17,7 @@ from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.session_identity import frozen, identify
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.roles.keeper import RoleSpec
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.engine_process import end_recorded

@@ -28,11 +28,13 @@ from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render
 from torchtitan_rl_ft.roles import exits, job, watcher
-from torchtitan_rl_ft.roles.keeper import Outcome, RoleKeeper, RoleSpec
+from torchtitan_rl_ft.roles.keeper import RoleKeeper
 from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
 from torchtitan_rl_ft.roles.loans import BorrowedPlaces
+from torchtitan_rl_ft.roles.outcome import Outcome
 from torchtitan_rl_ft.roles.report import SUPERVISOR as NAME
 from torchtitan_rl_ft.roles.report import summary_of
+from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.roles.standby import Places, Standbys
 from torchtitan_rl_ft.rpc.client import RoleClient

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
-from torchtitan_rl_ft.config.sections import RecoverySection
+from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process, regroup

@@ -27,7 +27,7 @@ import torch.distributed.tensor
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from torchtitan_rl_ft.config.sections import RecoverySection
+from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.escalation import Fault, RestartLimits, Rung, next_step
 from torchtitan_rl_ft.host import regroup
 from torchtitan_rl_ft.journal.checkpoints import CheckpointUnusable

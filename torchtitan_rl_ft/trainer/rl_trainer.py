@@ -25,7 +25,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
-from torchtitan_rl_ft.config.sections import RecoverySection, RLSection, RolloutSection
+from torchtitan_rl_ft.config.recovery import RecoverySection
+from torchtitan_rl_ft.config.sections import RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.checkpoints import Marker
 from torchtitan_rl_ft.journal.client import LedgerClient, LiveBeats

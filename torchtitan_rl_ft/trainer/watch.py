@@ -23,7 +23,7 @@ from torchtitan_rl_ft.host.phase_limits import Limits, waiting_limits
 from torchtitan_rl_ft.run_folder import REPLICA_ENV, RUN_ENV, STANDBY_ENV, RunFolder
 
 if TYPE_CHECKING:
-    from torchtitan_rl_ft.config.sections import RecoverySection
+    from torchtitan_rl_ft.config.recovery import RecoverySection
 
 BEAT_S = 1.0
 
