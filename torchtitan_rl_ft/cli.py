@@ -288,7 +288,9 @@ def _explain(name: str | None) -> None:
         return
     section = sections.get(name.strip("[]").replace("-", "_"))
     if section is None:
-        raise ConfigError(f"unknown section [{name}]{near_miss(name, sections)}")
+        raise ConfigError(
+            f"unknown section [{name}]{near_miss(name, sections)}; `torchtitan help` lists them"
+        )
     texts = help_texts(section)
     for key in section.keys.values():
         print(f"{key.path} = {key.default!r}  ({key.type})")

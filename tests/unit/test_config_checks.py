@@ -107,6 +107,10 @@ BROKEN = [
         ["recovery.phase_timeouts", "PHASE=SECONDS"],
     ),
     (
+        '--recovery.enable_ft_package --recovery.phase_timeouts ["redoce=20"]',
+        ["recovery.phase_timeouts", "did you mean 'reduce'?", "waiting_for_batch"],
+    ),
+    (
         '--recovery.phase_timeouts ["reduce=9"]',
         ["recovery.phase_timeouts", "recovery.enable_ft_package = False"],
     ),

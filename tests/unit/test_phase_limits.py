@@ -1,10 +1,20 @@
 """When a rank is wedged, and what limits are learned: tables."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
-from torchtitan_rl_ft.host.phase_file import PhaseFile, PhaseRecord, path_of, read, records
+import torchtitan_rl_ft
+from torchtitan_rl_ft.host.phase_file import (
+    TRAINER_PHASES,
+    PhaseFile,
+    PhaseRecord,
+    path_of,
+    read,
+    records,
+)
 from torchtitan_rl_ft.host.phase_limits import (
     UNLIMITED,
     Limits,
@@ -14,6 +24,7 @@ from torchtitan_rl_ft.host.phase_limits import (
     parse_phase_timeouts,
     waiting_limits,
 )
+from torchtitan_rl_ft.host.regroup import RESTARTING
 
 WAITING = waiting_limits(batch_wait_timeout_s=600, quorum_timeout_s=300, manager_timeout_s=60)
 LIMITS = Limits(
@@ -104,6 +115,16 @@ def test_configured_limits_are_phase_and_seconds():
     for bad in ("reduce", "reduce=", "reduce=-1", "=3", "reduce=soon", "reduce=inf"):
         with pytest.raises(ValueError, match="PHASE=SECONDS"):
             parse_phase_timeouts([bad])
+
+
+def test_the_phases_that_may_be_limited_are_those_that_a_trainer_enters():
+    trainer = Path(torchtitan_rl_ft.__file__).parent / "trainer"
+    entered = {
+        phase
+        for file in trainer.glob("*.py")
+        for phase in re.findall(r'enter\("(\w+)"', file.read_text())
+    }
+    assert entered | {RESTARTING} == set(TRAINER_PHASES)
 
 
 def test_a_file_tells_phase_and_what_phases_took(tmp_path):

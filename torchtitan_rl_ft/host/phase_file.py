@@ -36,6 +36,24 @@ compiled)."""
 ONCE = frozenset({"starting", "standby"})
 """Phases before any step: nothing to tell apart."""
 
+TRAINER_PHASES = (
+    "starting",
+    "standby",
+    "attach",
+    "waiting_for_batch",
+    "quorum",
+    "forward_backward",
+    "reduce",
+    "commit",
+    "optimizer",
+    "report",
+    "checkpoint",
+    "publish",
+    "dump",
+    "restarting",
+)
+"""All that a trainer's rank can be in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseRecord:

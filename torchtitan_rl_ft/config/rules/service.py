@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from torchtitan_rl_ft.config.errors import near_miss
 from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.host.phase_file import FIRST, ONCE, TRAINER_PHASES
 from torchtitan_rl_ft.host.phase_limits import parse_phase_timeouts
 
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -83,9 +85,18 @@ def watching(job: Job) -> Iterator[str]:
     yield from job.positive("recovery", "phase_timeout_s", "rank_silence_timeout_s")
     yield from job.not_negative("recovery", "inprocess_max_restarts")
     try:
-        parse_phase_timeouts(recovery.phase_timeouts)
+        timeouts_s = parse_phase_timeouts(recovery.phase_timeouts)
     except ValueError as e:
         yield job.broken(str(e), "recovery.phase_timeouts")
+        timeouts_s = {}
+    for key in timeouts_s:
+        phase = key.removeprefix(FIRST)
+        if phase not in TRAINER_PHASES or (phase in ONCE and phase != key):
+            yield job.broken(
+                f"{key!r} is no phase of a trainer{near_miss(key, TRAINER_PHASES)} (phases: "
+                f"{', '.join(TRAINER_PHASES)}; first_ before all but {' and '.join(sorted(ONCE))})",
+                "recovery.phase_timeouts",
+            )
     for key in ("phase_timeouts", "calc_ft_timeouts"):
         if getattr(recovery, key) and not recovery.enable_ft_package:
             yield job.broken(

@@ -109,7 +109,13 @@ def suspicious(job: Job) -> list[str]:
         "training.steps",
     )
     for stops, goes_on in cannot_go_on(job):
-        warn(True, "started again with this the job is refused: it would go on", stops, goes_on)
+        warn(
+            True,
+            "the job stops early, to be started again, and that start is refused: set "
+            "--recovery.auto_continue_train for both",
+            stops,
+            goes_on,
+        )
     chaos = job.resolved.sections.chaos
     warn(
         bool(chaos.faults) and not chaos.enable,
