@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,8 @@ from torchtitan_rl_ft.observability.events import Kind, read_events
 from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.lifecycle import Duty
 from torchtitan_rl_ft.roles.session import Session
-from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, ProcessId, RunFolder
+from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, ProcessId, RoleAddress, RunFolder
+from torchtitan_rl_ft.session_folder import ServingAt, SessionFolder, SessionRecord
 
 HARNESS = textwrap.dedent(
     """
@@ -207,6 +209,29 @@ def test_prepare_refuses_beside_a_living_serving_role(home):
     resolved.run_folder.register("serving", "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
         job.prepare(resolved, Session(resolved))
+
+
+def test_what_roles_of_a_lost_host_have_registered_is_asked_by_nobody(home):
+    resolved = resolve(arguments(home / "run", "--recovery.auto_continue_train"))
+    folder = resolved.run_folder
+    for name in ("lighthouse", "serving", "rollout", "trainer-0"):
+        at = RoleAddress(name, "http://127.0.0.1:9", os.getpid(), 1.0, 1, "a-host-that-is-lost")
+        folder.announce(at)
+    assert job.prepare(resolved, Session(resolved)) is Start.FRESH
+    assert folder.roles() == []
+
+
+def test_a_copy_of_a_living_run_has_no_part_in_that_ones_roles(home):
+    resolved = resolve(arguments(home / "copy", "--recovery.auto_continue_train"))
+    me = ProcessId.current()
+    at = ServingAt(me.pid, me.start_time, socket.gethostname(), "http://127.0.0.1:9", "")
+    SessionFolder("original").write(
+        SessionRecord("original", "a rule", at, run_folder=str(home / "original"))
+    )
+    for name in ("lighthouse", "serving", "rollout"):
+        resolved.run_folder.register(name, "http://127.0.0.1:9")
+    assert job.prepare(resolved, Session(resolved)) is Start.FRESH
+    assert resolved.run_folder.roles() == []
 
 
 def test_model_directory_of_ones_own_is_not_made(home):

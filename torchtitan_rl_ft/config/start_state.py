@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,7 +14,8 @@ from pathlib import Path
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.session_identity import identify
-from torchtitan_rl_ft.session_folder import SessionFolder
+from torchtitan_rl_ft.run_folder import ProcessId, RoleAddress, RunFolder
+from torchtitan_rl_ft.session_folder import SessionFolder, SessionUnreadable
 
 # The journal's names; configuration lies below it, so a test keeps them equal.
 CHECKPOINT_MARKER = "commit.json"
@@ -123,14 +126,30 @@ def observe(resolved: Resolved) -> Found:
     """Look into the run folder of a job, which is empty when it does not exist, and for its
     session. Raises SessionUnreadable."""
     folder = resolved.run_folder
-    serving = folder.role("serving")
     return Found(
         path=str(folder.path),
         checkpoint=_has_checkpoint(folder.path / resolved.get("checkpoint.folder")),
         journal=_has_journal(folder.journal / JOURNAL_FILE),
-        session_alive=(serving is not None and serving.alive())
+        session_alive=living_serving(folder) is not None
         or SessionFolder(identify(resolved).id).living(),
     )
+
+
+def living_serving(folder: RunFolder) -> RoleAddress | None:
+    """The serving role that lives in this folder. Not one of another host: it could not be reached
+    from here (roles listen on the loopback), and a host that is lost never takes its name back. Not
+    one that works in another folder: its name came here with a copy of that one."""
+    serving = folder.role("serving")
+    if serving is None or serving.host != socket.gethostname() or not serving.alive():
+        return None
+    for session in SessionFolder.all():
+        with contextlib.suppress(SessionUnreadable):
+            record = session.read()
+            if record is not None and record.serving.id == ProcessId(
+                serving.pid, serving.start_time
+            ):
+                return serving if RunFolder(record.run_folder).path == folder.path else None
+    return serving
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles.lifecycle import Duty
 from torchtitan_rl_ft.roles.role_spec import RoleSpec
-from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.roles.session import SERVING, Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, STANDBY_ENV, TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable
 
@@ -63,8 +63,10 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
         _refuse_stranger(folder, session)
     else:
         session.forget_dead()
+    # All other roles are started anew. An address that stays, of another host or of the folder
+    # that this one is a copy of, would be asked by those that start before its successor.
     for role in folder.roles():
-        if not role.alive():
+        if role.name != SERVING or session.serving is None:
             folder.unregister(role.name)
     _make_model(resolved)
     folder.remove_scratch()
@@ -110,9 +112,9 @@ def _make_model(resolved: Resolved) -> None:
 def _refuse_stranger(folder: RunFolder, session: Session) -> None:
     """Raises ConfigError when the run folder names a living serving role that is not the
     session's."""
-    serving = folder.role("serving")
+    serving = start_state.living_serving(folder)
     known = session.serving.pid if session.serving is not None else None
-    if serving is not None and serving.alive() and serving.pid != known:
+    if serving is not None and serving.pid != known:
         raise ConfigError(
             f"a serving role is alive in {folder.path}: end it first (process {serving.pid}), "
             "`torchtitan run` starts its own"
