@@ -32,6 +32,7 @@ def empty(tmp_path):
 def run(command, folder, *arguments):
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHTITAN_RL_FT_")}
     env["XDG_STATE_HOME"] = str(folder.parent / "state")
+    env.pop("PYTHONPATH", None)  # the wheel's own package is meant
     return subprocess.run(
         [str(command), *arguments], cwd=folder, env=env, capture_output=True, text=True
     )

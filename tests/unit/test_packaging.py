@@ -1,5 +1,6 @@
 """What is shipped, and that the pins of the several files agree."""
 
+import os
 import re
 import subprocess
 import zipfile
@@ -88,10 +89,11 @@ def test_command_of_the_wheel_works_in_an_empty_folder(wheel, tmp_path):
     programs = install_wheel(wheel, tmp_path / "venv")
     empty = tmp_path / "empty"
     empty.mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def run(program, *arguments):
         command = [str(programs / program), *arguments]
-        return subprocess.run(command, cwd=empty, capture_output=True, text=True)
+        return subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
 
     done = run("torchtitan", "check", "rl_ft.toml", "--quick")
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rollout_parts import Host, ScriptedServing
@@ -19,6 +21,12 @@ async def started(host: Host) -> asyncio.Task:
     return asyncio.create_task(host.loop.run())
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 async def stopped(host: Host, running: asyncio.Task) -> None:
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -30,6 +38,7 @@ async def test_no_batch_before_its_check(tmp_path):
     serving = host.serving
     serving.check_held = asyncio.Event()
     running = await started(host)
+    await until(lambda: serving.checks)
     await asyncio.sleep(0.3)
     assert serving.checks == [2.0 + VERDICT_S]  # one, although the loop looked more often
     assert len(serving.requests) == 3
@@ -46,9 +55,9 @@ async def test_rollouts_go_on_during_a_check(tmp_path):
     host = Host(tmp_path, ScriptedServing(), mode="async", max_policy_age=2, steps=10)
     host.serving.check_held = asyncio.Event()
     running = await started(host)
-    await asyncio.sleep(0.3)
+    await until(lambda: len(host.serving.requests) > 3)  # more than one batch of prompts
+    await asyncio.sleep(0.1)
     assert host.journal.head() is None
-    assert len(host.serving.requests) > 3  # more than one batch of prompts
     await stopped(host, running)
 
 
