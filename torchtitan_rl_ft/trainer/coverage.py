@@ -54,7 +54,7 @@ class Claim:
     """Values that ride along, one per token, to be dumped by whoever commits."""
     board: tuple[int, int] = (0, 0)
     """Rows, one per data-parallel rank of all groups, and columns of numbers that every rank tells
-    all others (trainer/board.py)."""
+    all others (`Attempt.board` says which)."""
 
     @property
     def n_riders(self) -> int:
