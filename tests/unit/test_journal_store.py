@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from journal_cases import accept, issue, make_batch, record, seal
 
+from torchtitan_rl_ft.journal import database
 from torchtitan_rl_ft.journal.audit import audit
 from torchtitan_rl_ft.journal.errors import (
     JournalBusy,
@@ -335,6 +338,24 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path: Path) ->
         journal._db.one("PRAGMA max_page_count=1000000")
         assert journal.seal(big, ids).step == 1
         assert journal.audit().ok
+
+
+def test_a_write_waits_for_another_program_and_names_what_holds_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 1.0)
+    with contextlib.closing(Journal.open(tmp_path, events=EventList())) as journal:
+        other = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(JournalWriteError, match="another program has had it locked for 1 s"):
+            issue(journal, 1)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(issue, journal, 1)
+            with pytest.raises(TimeoutError):
+                waits.result(0.2)
+            other.execute("ROLLBACK")
+            assert waits.result(10.0)
+        other.close()
 
 
 def test_a_write_that_the_system_refuses_is_named(tmp_path: Path) -> None:

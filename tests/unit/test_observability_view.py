@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,19 @@ def test_tail_gives_each_complete_line_once(tmp_path):
     assert tail.read() == [{"b": 2}, {"c": 3}]
     assert tail.unreadable == 2
     assert tail.read() == []
+
+
+def test_events_go_on_when_their_file_is_removed_by_hand(tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    log = EventLog(path, run="r", role="serving", name="serving")
+    tail = JsonlTail(path, may_begin_anew=True)
+    log.emit(Kind.WARN, cause="one " * 100)
+    assert len(tail.read()) == 1
+    shutil.rmtree(path.parent)
+    assert tail.read() == []
+    log.emit(Kind.WARN, cause="two")
+    assert [line["cause"] for line in tail.read()] == ["two"]
+    log.close()
 
 
 def test_events_survive_the_way_through_the_file(tmp_path):

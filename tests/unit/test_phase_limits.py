@@ -1,6 +1,7 @@
 """When a rank is wedged, and what limits are learned: tables."""
 
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -183,3 +184,14 @@ def test_telling_a_phase_is_cheap(tmp_path):
     file.close()
     # The middle one: what it costs, not what a busy machine adds. A step has some ten.
     assert sorted(took_s)[len(took_s) // 2] < 200e-6
+
+
+def test_a_phase_file_that_is_removed_by_hand_is_there_again_at_the_next_beat(tmp_path):
+    file = PhaseFile(tmp_path / "phases", "trainer-0", "0")
+    file.enter("reduce", 3)
+    shutil.rmtree(tmp_path / "phases")
+    file.beat()
+    (record,) = records(tmp_path / "phases")
+    assert (record.name, record.phase, record.step) == ("trainer-0", "reduce", 3)
+    file.close()
+    assert not list((tmp_path / "phases").iterdir())

@@ -47,7 +47,7 @@ class Injector:
     ) -> None:
         self._folder, self._schedule, self._targets = folder, schedule, targets
         self._memory, self._events, self._clock = memory, events, clock
-        self._tail = JsonlTail(folder.events)
+        self._tail = JsonlTail(folder.events, may_begin_anew=True)
         self._ended = threading.Event()
         self._holding: list[threading.Thread] = []
         self._writing = threading.Lock()

@@ -120,8 +120,7 @@ class PhaseFile:
     def __init__(self, folder: Path, name: str, rank: str = "") -> None:
         me = ProcessId.current()
         self._path = path_of(folder, me.pid)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = self._open()
         self._lock = threading.Lock()
         self._closed = False
         self._now: dict[str, Any] = dict(
@@ -171,6 +170,7 @@ class PhaseFile:
         """Called all the time, by a thread that needs nothing but the interpreter."""
         with self._lock:
             self._beats += 1
+            self._be_there()
             self._write()
 
     def now(self) -> tuple[str, float]:
@@ -185,6 +185,19 @@ class PhaseFile:
                 self._closed = True
                 os.close(self._fd)
                 self._path.unlink(missing_ok=True)
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def _be_there(self) -> None:
+        """A file that was removed by hand is made again: without it nobody watches."""
+        if self._closed or os.fstat(self._fd).st_nlink:
+            return
+        with contextlib.suppress(OSError):
+            fd = self._open()
+            os.close(self._fd)
+            self._fd = fd
 
     def _mark(self) -> None:
         self._marks += 1

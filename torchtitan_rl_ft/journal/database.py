@@ -19,6 +19,10 @@ from torchtitan_rl_ft.run_folder import fsync_dir
 
 FILE_NAME = "journal.sqlite"
 SCHEMA_VERSION = 2
+BUSY_TIMEOUT_S = 30.0
+"""How long a write waits for another program that has locked the file (a backup, a browser): longer
+than such a lock takes, since failing ends the run, and within recovery.rank_silence_timeout_s."""
+
 APPLICATION_ID = 0x54544A31  # "TTJ1", so that another program's database is not taken for ours
 
 SCHEMA = """
@@ -134,7 +138,6 @@ _WRITE_CODES = {
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_CANTOPEN,
-    sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_TOOBIG,
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_PERM,
@@ -157,7 +160,10 @@ class Database:
         fresh = path is None or not path.exists() or path.stat().st_size == 0
         with self._errors("open"):
             self._db = sqlite3.connect(
-                path or ":memory:", isolation_level=None, check_same_thread=False, timeout=5.0
+                path or ":memory:",
+                isolation_level=None,
+                check_same_thread=False,
+                timeout=BUSY_TIMEOUT_S,
             )
         try:
             with self._errors("open"):
@@ -291,6 +297,11 @@ def check_pages(db: sqlite3.Connection, where: str) -> None:
 def sqlite_error(e: sqlite3.Error, doing: str, where: str) -> JournalError:
     """The journal's error for one of SQLite's."""
     code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_BUSY:
+        return JournalWriteError(
+            f"cannot {doing} {where}: another program has had it locked for {BUSY_TIMEOUT_S:g} s. "
+            "Nothing was changed; end that program, then start the job again"
+        )
     if code in _WRITE_CODES or isinstance(e, sqlite3.DataError):
         return JournalWriteError(
             f"cannot {doing} {where}: {e}. Nothing was changed; free space or repair the disk, "

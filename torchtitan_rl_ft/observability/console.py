@@ -143,7 +143,8 @@ class ProgressConsole:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
-        self._events, self._metrics = JsonlTail(folder.events), JsonlTail(folder.metrics)
+        self._events = JsonlTail(folder.events, may_begin_anew=True)
+        self._metrics = JsonlTail(folder.metrics)
         self._reporter: PlainReporter | LiveReporter
         if console.is_terminal:
             self._reporter = LiveReporter(console, clock)

@@ -107,8 +107,7 @@ class EventLog:
 
     def __init__(self, path: Path, *, run: str, role: str, name: str, attempt: int = 1) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._fd = _open(path)
         self._run, self._role, self._name, self._attempt = run, role, name, attempt
 
     def move(self, path: Path, run: str) -> None:
@@ -147,6 +146,10 @@ class EventLog:
     def _append(self, line: bytes) -> None:
         """Raises OSError that names the file."""
         try:
+            if os.fstat(self._fd).st_nlink == 0:  # removed by hand: what follows is kept
+                fd = _open(self._path)
+                os.dup2(fd, self._fd, inheritable=False)  # threads may be writing
+                os.close(fd)
             written = os.write(self._fd, line)
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(self._path)) from None
@@ -155,6 +158,11 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
 class EventList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ class JsonlTail:
     """Hands out the complete lines appended to a file since the last call. The file may not
     exist yet, and its last line may still be in the making."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, may_begin_anew: bool = False) -> None:
+        """`may_begin_anew`: it may be removed by hand, and is read from the start then."""
+        self._path, self._may_begin_anew = path, may_begin_anew
         self._offset = 0
         self.unreadable = 0  # complete lines that were not JSON objects
 
     def read(self) -> list[dict[str, Any]]:
         try:
             with open(self._path, "rb") as f:
+                if self._may_begin_anew and os.fstat(f.fileno()).st_size < self._offset:
+                    self._offset = 0
                 f.seek(self._offset)
                 data = f.read()
         except FileNotFoundError:
