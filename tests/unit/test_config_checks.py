@@ -101,6 +101,7 @@ BROKEN = [
     ("--training.local_batch_size 0", ["training.local_batch_size = 0"]),
     # numeric guards
     ("--recovery.phase_timeout_s 0", ["recovery.phase_timeout_s = 0"]),
+    ("--recovery.workload_inspector_port 70000", ["recovery.workload_inspector_port = 70000"]),
     ("--recovery.rank_silence_timeout_s -1", ["recovery.rank_silence_timeout_s = -1"]),
     (
         '--recovery.enable_ft_package --recovery.phase_timeouts ["reduce=soon"]',

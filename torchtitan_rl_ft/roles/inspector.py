@@ -53,7 +53,11 @@ def main(resolved: Resolved) -> int:
         return asyncio.run(_run(resolved, folder, events))
     except OSError as e:
         port = resolved.sections.recovery.workload_inspector_port
-        print(f"torchtitan: error: {NAME}: port {port} of loopback: {e}", file=sys.stderr)
+        print(
+            f"torchtitan: error: {NAME}: port {port} of loopback: {e.strerror or e}: set "
+            "recovery.workload_inspector_port to another one, or to 0 for any",
+            file=sys.stderr,
+        )
         return ExitCode.FAILED
     finally:
         events.close()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torchtitan_rl_ft.config.resolve import Resolved
 
+LAST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -42,5 +44,10 @@ class Job:
             path = f"{section}.{key}"
             if self.resolved.get(path) < 0:
                 yield self.broken(f"{path} must not be negative", path)
+
+    def port(self, section: str, key: str) -> Iterator[str]:
+        path = f"{section}.{key}"
+        if not 0 <= self.resolved.get(path) <= LAST_PORT:
+            yield self.broken(f"ports lie between 1 and {LAST_PORT}, 0: any", path)
 
     # torchft ----------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan_rl_ft.config.errors import near_miss
-from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.config.rules.job import LAST_PORT, Job
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 PROCESS_GROUPS = ("gloo", "nccl")
-LAST_PORT = 65535
 
 
 def torchft_installed(job: Job) -> Iterator[str]:
@@ -123,8 +122,7 @@ def quorum(job: Job) -> Iterator[str]:
         )
     if not 0 < ft.heal_warn_share <= 1:
         yield job.broken("a share lies between 0 and 1", f"{section}.heal_warn_share")
-    if not 0 <= ft.heal_port <= LAST_PORT:
-        yield job.broken(f"ports lie between 1 and {LAST_PORT}, 0: any", f"{section}.heal_port")
+    yield from job.port(section, "heal_port")
     if ":" in ft.heal_address and not _has_port(ft.heal_address):
         yield job.broken("an address is host or host:port", f"{section}.heal_address")
     if not ft.join_timeout_ms < ft.quorum_timeout_s * 1000:

@@ -84,6 +84,7 @@ def watching(job: Job) -> Iterator[str]:
     recovery = job.resolved.sections.recovery
     yield from job.positive("recovery", "phase_timeout_s", "rank_silence_timeout_s")
     yield from job.not_negative("recovery", "inprocess_max_restarts")
+    yield from job.port("recovery", "workload_inspector_port")
     try:
         timeouts_s = parse_phase_timeouts(recovery.phase_timeouts)
     except ValueError as e:
