@@ -12,10 +12,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torchtitan_rl_ft.journal import protocol
+from torchtitan_rl_ft.journal.checkpoint_register import CheckpointRegister
 from torchtitan_rl_ft.journal.checkpoints import Found
+from torchtitan_rl_ft.journal.duties import LEASE_S, Duties
 from torchtitan_rl_ft.journal.exits import LEFT, REQUEUE, Exits
 from torchtitan_rl_ft.journal.members import LIVE_TTL_S, Members, process_gone
 from torchtitan_rl_ft.journal.protocol import (
@@ -25,7 +27,6 @@ from torchtitan_rl_ft.journal.protocol import (
     AttachAnswer,
     BatchRef,
     CheckpointRef,
-    DutyView,
     LedgerView,
     Outcome,
     OutcomeKind,
@@ -35,21 +36,11 @@ from torchtitan_rl_ft.journal.protocol import (
     Verdict,
 )
 from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Decision, Member
-from torchtitan_rl_ft.journal.retention import superfluous
 from torchtitan_rl_ft.journal.step_metrics import StepMetrics
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 
-LEASE_S = 60.0
-OFFER_AGAIN_S = 5.0  # a duty that was offered cuts the same member's long poll no sooner
 RECHECK_S = 0.5  # how soon a long poll notices that a duty's holder has died
-
-DutyKey = tuple[str, State, int]  # kind, state, era
-
-
-class Lease(NamedTuple):
-    holder: str
-    until_mono_s: float
 
 
 class Ledger:
@@ -81,21 +72,19 @@ class Ledger:
         self.journal = journal
         self._events, self._mono_s = events, mono_s
         self._last_step = last_step
-        self._flaw, self._find_checkpoints = why_incomplete, find_checkpoints
-        self._keep_checkpoints = keep_checkpoints
-        self._unusable: dict[str, str] = {}  # path of a checkpoint -> why
+        self._checkpoints = CheckpointRegister(
+            journal, flaw=why_incomplete, find=find_checkpoints, keep=keep_checkpoints
+        )
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
         self._publishes = publishes
-        self._lease_s = lease_s
         self._members = Members(journal.members(), ttl_s=live_ttl_s, mono_s=mono_s, gone=gone)
         self._metrics = StepMetrics(metrics_path, journal)
         self._metrics.flush()
-        self._opened_mono_s = mono_s()
-        self._leases: dict[DutyKey, Lease] = {}
-        self._offered: dict[tuple[str, State], float] = {}
+        self._duties = Duties(journal, self._members, lease_s=lease_s, mono_s=mono_s)
         self._refusals = Refusals()
-        self._answered: dict[str, tuple[str, str]] = {}  # uuid -> (attempt, action)
+        # uuid -> (attempt, action)
+        self._answered: dict[str, tuple[str, protocol.RefusedAction]] = {}
         self._last_verdict: dict[str, str] = {}
         self._outcome: Outcome | None = None
         self._exits = exits or Exits()
@@ -179,8 +168,7 @@ class Ledger:
     def tip_saved(self) -> bool:
         """Is there a complete checkpoint of the tip, or nothing to save yet?"""
         tip = self.journal.tip
-        saved = [c for c in self.journal.checkpoints if State(c.step, c.token) == tip]
-        return tip.fresh or any(self._why_incomplete(c) is None for c in saved)
+        return tip.fresh or self._checkpoints.saved(tip)
 
     def fail(self, reason: str) -> None:
         """The journal itself broke: stop the run without writing any more."""
@@ -196,8 +184,7 @@ class Ledger:
         if self._awaited == (by, tip):
             return
         self._awaited = by, tip
-        if (duty := self._duty(PUBLISH, tip)) is not None and duty.done:
-            self.journal.reopen_duty(*self._key(PUBLISH, tip))
+        self._duties.reopen(PUBLISH, tip)
 
     async def changed(self, timeout_s: float) -> None:
         """Return at the next change of journal or outcome, or after `timeout_s`."""
@@ -232,7 +219,7 @@ class Ledger:
             plan=self._plan(),
             members=self._members.views(),
             checkpoints=self.journal.checkpoints,
-            why_incomplete=self._why_incomplete,
+            why_incomplete=self._checkpoints.why_incomplete,
             freed_through=self.journal.freed_through,
             known_history=self.journal.known_history,
             outcome=self._outcome,
@@ -242,7 +229,7 @@ class Ledger:
 
     def attach(self, member: Member) -> AttachAnswer:
         """A new process asks what to load."""
-        self._find_unreported()
+        self._checkpoints.note_unreported(self._on_chain)
         gone = [*self._members.succeeded_by(member), *self._members.forget_dead()]
         self.journal.forget_members(gone)
         self.journal.add_member(member)
@@ -250,47 +237,16 @@ class Ledger:
         answer = protocol.decide_attach(self.view(), member.uuid)
         if protocol.holders_after(self.view(), member.uuid, 0):
             return answer  # it heals from a peer
-        return dataclasses.replace(answer, skipped=(*answer.skipped, *self._left_behind(answer)))
+        return dataclasses.replace(
+            answer, skipped=(*answer.skipped, *self._checkpoints.left_behind(answer))
+        )
 
-    def _find_unreported(self) -> None:
-        """Take note of complete checkpoints whose notice was lost: their marker is the commit,
-        the notice is not."""
-        known = {State(c.step, c.token) for c in self.journal.checkpoints if self._present(c)}
-        for found in self._find_checkpoints():
-            if found.token is None or State(found.step, found.token) in known:
-                continue
-            if self.view().on_chain(State(found.step, found.token)):
-                ref = CheckpointRef(found.step, found.token, found.path)
-                self.journal.add_checkpoint(ref)
-        self._free_covered()
-
-    def _present(self, checkpoint: CheckpointRef) -> bool:
-        return self._why_incomplete(checkpoint) is None
-
-    def _left_behind(self, answer: AttachAnswer) -> list[str]:
-        """Why folders that the journal does not know of are not what a new process loads."""
-        loaded = answer.checkpoint.step if answer.checkpoint else 0
-        known = {State(c.step, c.token) for c in self.journal.checkpoints}
-        return [
-            f"{found.path}: "
-            + (
-                protocol.SUPERSEDED.format(step=found.step)
-                if found.token is not None
-                else self._flaw(CheckpointRef(found.step, "", found.path))
-                or "its marker is of another format"
-            )
-            for found in self._find_checkpoints()
-            if found.step > loaded
-            and (found.token is None or State(found.step, found.token) not in known)
-        ]
-
-    def _why_incomplete(self, checkpoint: CheckpointRef) -> str | None:
-        return self._unusable.get(checkpoint.path) or self._flaw(checkpoint)
+    def _on_chain(self, state: State) -> bool:
+        return self.view().on_chain(state)
 
     def unusable(self, member: Member, path: str, reason: str) -> None:
         """A trainer found a checkpoint damaged while it loaded it: it is not offered again."""
-        if path not in self._unusable:
-            self._unusable[path] = reason
+        if self._checkpoints.unusable(path, reason):
             self._events.emit(Kind.WARN, cause=f"checkpoint {path}: {reason}", uuid=member.uuid)
 
     def next_now(self, step: int, uuid: str, token: str = "") -> dict[str, Any] | None:
@@ -340,14 +296,9 @@ class Ledger:
         state = self.journal.tip
         if not self._publishes or step != state.step or uuid not in self._members:
             return []
-        if not protocol.publish_due(self.view(), state, uuid, self._duty(PUBLISH, state)):
+        if not protocol.publish_due(self.view(), state, uuid, self._duties.view(PUBLISH, state)):
             return []
-        now = self._mono_s()
-        if now - self._offered.get((uuid, state), -OFFER_AGAIN_S) < OFFER_AGAIN_S:
-            return []
-        self._offered = {k: t for k, t in self._offered.items() if k[1] == state}
-        self._offered[uuid, state] = now
-        return [PUBLISH]
+        return [PUBLISH] if self._duties.offer(uuid, state) else []
 
     def begin(
         self,
@@ -418,15 +369,10 @@ class Ledger:
 
     def duty(self, member: Member, kind: str, state: State) -> tuple[bool, str]:
         """Ask for a duty."""
-        known = self._duty(kind, state)
+        known = self._duties.view(kind, state)
         granted, reason = protocol.decide_duty(self.view(), kind, state, member.uuid, known)
         if granted:
-            key = self._key(kind, state)
-            if known is None or known.holder != member.uuid:
-                self.journal.grant_duty(kind, state, key[2], member.uuid)
-            now = self._mono_s()
-            self._leases = {k: v for k, v in self._leases.items() if v.until_mono_s > now}
-            self._leases[key] = Lease(member.uuid, now + self._lease_s)
+            self._duties.grant(kind, state, member.uuid)
         return granted, reason
 
     def duty_done(
@@ -440,47 +386,20 @@ class Ledger:
         elif kind == SAVE:
             checkpoint = CheckpointRef(state.step, state.token, result["path"])
             self.journal.add_checkpoint(checkpoint, saved_by=member.replica_id)
-            removable = self._superfluous(state)
-            self._free_covered(removable)
+            being_saved = self._duties.in_hand(SAVE) - {state}
+            removable = self._checkpoints.superfluous(self._on_chain, being_saved)
+            self._checkpoints.free_covered(self._on_chain, removable)
         else:
             raise KeyError(f"no such duty: {kind}")
-        key = self._key(kind, state)
-        self.journal.finish_duty(kind, state, key[2], member.uuid)
-        self._leases.pop(key, None)
+        self._duties.finish(kind, state, member.uuid)
         return removable
-
-    def _superfluous(self, saved: State) -> list[str]:
-        """Checkpoints that need not be kept, now that `saved` is durable."""
-        saving = {state for kind, state, _ in self._leases if kind == SAVE and state != saved}
-        return superfluous(
-            self._find_checkpoints(),
-            keep=self._keep_checkpoints,
-            on_chain=self.view().on_chain,
-            why_incomplete=self._why_incomplete,
-            being_saved=saving,
-        )
-
-    def _free_covered(self, but: Sequence[str] = ()) -> None:
-        """Free the batches that the *oldest* complete checkpoint of this history covers, those
-        `but` about to be removed aside: a newer one may turn out torn."""
-        view, gone = self.view(), {Path(path).name for path in but}
-        for checkpoint in reversed(view.checkpoints):
-            if Path(checkpoint.path).name in gone:
-                continue
-            on_chain = view.on_chain(State(checkpoint.step, checkpoint.token))
-            if on_chain and self._why_incomplete(checkpoint) is None:
-                self.journal.free_through(checkpoint.step)
-                return
 
     def live(self, member: Member, state: State, phase: str) -> None:
         """A beat: renews the member's life and its leases."""
         if member.uuid not in self._members:
             self.journal.add_member(member)
         self._members.beats(member, state, phase)
-        until = self._mono_s() + self._lease_s
-        for key, lease in self._leases.items():
-            if lease.holder == member.uuid:
-                self._leases[key] = Lease(member.uuid, until)
+        self._duties.renew(member.uuid)
 
     def refused(
         self, member: Member, batch_id: int, cause: str, *, numeric: bool, attempt: str
@@ -492,8 +411,9 @@ class Ledger:
             return "retry" if self._outcome.kind == REQUEUE else "stop"
         if head is None or head.batch_id != batch_id:
             return "retry"  # others went on: `begin` tells what to do
-        if self._answered.get(member.uuid, ("", ""))[0] == attempt:
-            return self._answered[member.uuid][1]  # type: ignore[return-value]
+        answered = self._answered.get(member.uuid)
+        if answered is not None and answered[0] == attempt:
+            return answered[1]
         self._refusals, action, reason = protocol.decide_refused(
             self._refusals,
             batch_id=batch_id,
@@ -528,21 +448,3 @@ class Ledger:
             if self._outcome is None
             else {"outcome": self._outcome.kind, "reason": self._outcome.reason},
         }
-
-    # Duties ---------------------------------------------------------------------------------
-
-    def _key(self, kind: str, state: State) -> tuple[str, State, int]:
-        """After a rewind the same state is published anew: serving holds a later policy. A
-        saved checkpoint stays saved."""
-        return kind, state, self.journal.era if kind == PUBLISH else 0
-
-    def _duty(self, kind: str, state: State) -> DutyView | None:
-        key = self._key(kind, state)
-        row = self.journal.duty(*key)
-        if row is None:
-            return None
-        holder, done = row
-        lease = self._leases.get(key)
-        # A holder known from an earlier life of the ledger gets one whole lease.
-        until = lease.until_mono_s if lease else self._opened_mono_s + self._lease_s
-        return DutyView(holder, self._members.alive(holder), until - self._mono_s(), done)

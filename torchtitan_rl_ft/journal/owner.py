@@ -52,6 +52,7 @@ class OwnerLock:
                 os.close(self._fd)
                 raise JournalWriteError(f"cannot write {path}: {e.strerror}") from e
             self._held.add(self._folder)
+            self._released = False
 
     def _announce(self) -> None:
         owner = {**asdict(ProcessId.current()), "host": socket.gethostname()}
@@ -59,9 +60,12 @@ class OwnerLock:
         os.pwrite(self._fd, json.dumps(owner).encode(), 0)
 
     def release(self) -> None:
+        """Again: nothing. The number of a closed file may be another file's by then."""
         with self._guard:
-            self._held.discard(self._folder)
-            os.close(self._fd)
+            if not self._released:
+                self._released = True
+                self._held.discard(self._folder)
+                os.close(self._fd)
 
 
 def _describe(owner: bytes) -> str:
