@@ -175,9 +175,9 @@ REGROUPING = """
         return {l[0] for l in lines if l[2] == str(generation)} == {"0", "1"}
     port = os.environ["MASTER_PORT"]
     while generation < 2:
+        file.enter("reduce", 1)  # one that is still starting when another dies is killed
         told(generation, port)
         wait_for(lambda: everybody(generation))
-        file.enter("reduce", 1)
         if rank == "1" and generation == 0:
             os.kill(os.getpid(), 9)
         if generation == 1:
@@ -190,11 +190,11 @@ REGROUPING = """
 """
 
 
-def regroup_run(folder, death, max_restarts):
+def regroup_run(folder, death, max_restarts, script=REGROUPING):
     events = EventList()
     limits = RestartLimits(max_restarts=max_restarts, window_s=100.0)
     regrouping = Regrouping(folder, "trainer-1", limits, events, free_port)
-    script = textwrap.dedent(REGROUPING).replace("DEATH", str(death))
+    script = textwrap.dedent(script).replace("DEATH", str(death))
     command = [sys.executable, "-c", script]
     group = RankGroup(folder, "trainer-1", command, env_of(folder, 2), regrouping=regrouping)
     folder.phases.mkdir()
@@ -214,6 +214,24 @@ def test_a_dead_rank_alone_is_started_again_and_the_others_meet_it_in_place(fold
     assert [(e["kind"], e["phase"], e["subject"]) for e in events] == [
         ("restart", "role", "trainer-1.1")
     ]
+
+
+def test_a_rank_that_is_killed_since_it_was_still_starting_is_not_counted(folder):
+    starting = """
+        if (rank, generation) == ("0", 0):
+            told(generation, port)
+            time.sleep(60)
+        file.enter("reduce", 1)"""
+    script = REGROUPING.replace('\n        file.enter("reduce", 1)', starting, 1)
+    assert script != REGROUPING
+    code, lines, events = regroup_run(folder, 0, max_restarts=1, script=script)
+    assert code == 0 and [generation for *_, generation, _ in lines] == ["0", "0", "1", "1"]
+    assert len({pid for _, pid, *_ in lines}) == 4
+    assert [(e["kind"], e["phase"], e["subject"]) for e in events] == [
+        ("restart", "role", "trainer-1.1"),
+        ("restart", "role", "trainer-1.0"),
+    ]
+    assert events[1]["cause"] == "did not come to generation 1: starting"
 
 
 def test_ranks_that_die_too_often_end_their_group(folder):

@@ -65,9 +65,12 @@ class Regrouping:
     generation: int = 0
     _since_s: float | None = None
     _restarts_s: list[float] = field(default_factory=list)
+    _killed: set[int] = field(default_factory=set)
 
     def may_restart(self, rank: int, returncode: int) -> bool:
         """Whether a rank that has ended is started again alone; else its group ends."""
+        if rank in self._killed and returncode == -signal.SIGKILL:
+            return True  # in consequence of an end that was counted
         now_s = time.monotonic()
         step = next_step(
             fault_of_exit(returncode),
@@ -100,7 +103,16 @@ class Regrouping:
         now_s = time.monotonic()
         states = {rank: self._state(child) for rank, child in ranks.items()}
         go, hopeless = decide(states, self.generation, now_s - (self._since_s or now_s))
-        for rank in hopeless:
+        for rank in hopeless - self._killed:
+            self._killed.add(rank)
+            self.events.emit(
+                Kind.RESTART,
+                phase=Rung.ROLE,
+                cause=f"did not come to generation {self.generation + 1}: {states[rank].phase}",
+                subject=f"{self.name}.{rank}",
+                attempt=len(self._restarts_s) + 1,
+                delay_s=0.0,
+            )
             process.kill(ranks[rank].id, signal.SIGKILL)
         if not go:
             begun = hopeless or any(
@@ -109,6 +121,7 @@ class Regrouping:
             self._since_s = (self._since_s or now_s) if begun else None
             return None
         self._since_s = None
+        self._killed.clear()
         self.generation += 1
         found = regroup.Generation(self.generation, self.free_port())
         regroup.write(self.folder.phases, self.name, found)
