@@ -362,6 +362,28 @@ def test_summary_of_a_run():
         assert part in text
 
 
+def test_summary_of_a_resumed_run_times_its_last_life():
+    def event(at_s, kind, **fields):
+        base = {"wall_s": at_s, "mono_s": at_s, "run": "r", "role": "rollout", "name": "rollout"}
+        return Event(**base, attempt=1, pid=1, kind=kind, **fields)
+
+    events = [
+        event(0.0, Kind.RUN, phase="start"),
+        event(10.0, Kind.COMMIT, step=1),
+        event(100.0, Kind.RUN, phase="resume"),
+        event(110.0, Kind.ISSUE),
+        event(112.0, Kind.COMMIT, step=2),
+        event(113.0, Kind.COMMIT, step=3),
+    ]
+    rows = [
+        {"step": 1, "time/step_s": 9.0, "time/wait_batch_s": 8.0},
+        {"step": 2, "time/step_s": 7.0, "time/wait_batch_s": 6.0},  # 5 s of it before the prompts
+        {"step": 3, "time/step_s": 1.0, "time/wait_batch_s": 0.25},
+    ]
+    found = summarise(events, rows, outcome="complete", total_steps=3, transport="disk")
+    assert found.phase_s == {"start-up": 10.0, "step": 3.0, "wait_batch": 1.25}
+
+
 @pytest.mark.row("J1")
 def test_summary_of_a_run_that_trains_nothing():
     def event(at_s, kind, **fields):

@@ -98,7 +98,7 @@ def summarise(
         rewards=list(rewards.values()),
         eval_reward=float(evals[-1].data["reward"]) if evals else None,
         eval_prompts=int(evals[-1].data.get("prompts", 0)) if evals else 0,
-        phase_s=_phases(rows, ratio),
+        phase_s=_phases(rows, life, ratio),
         ettr=ratio,
         transport=str(used[-1]) if used else transport,
         faults=dict(_faults(life)),
@@ -109,14 +109,30 @@ def summarise(
     )
 
 
-def _phases(rows: Sequence[Mapping[str, Any]], ratio: Ettr | None) -> dict[str, float]:
+def _phases(
+    rows: Sequence[Mapping[str, Any]], life: Sequence[Event], ratio: Ettr | None
+) -> dict[str, float]:
+    """Of the steps of the last life. A trainer waits for its first batch while engines start: that
+    is start-up, not part of the first step."""
+    commits = {e.step: e.mono_s for e in life if e.kind is Kind.COMMIT}
+    of_life = [row for row in rows if row["step"] in commits]
     sums: dict[str, float] = defaultdict(float)
-    for row in rows:
+    for row in of_life:
         for key, value in row.items():
             if key.startswith("time/") and key.endswith("_s") and isinstance(value, int | float):
                 sums[key[len("time/") : -len("_s")]] += value
-    phases = {"start-up": ratio.startup_s} if ratio is not None else {}
-    return phases | dict(sums)
+    if ratio is None:
+        return dict(sums)
+    if of_life:
+        first = of_life[0]
+        since_start_s = commits[first["step"]] - life[0].mono_s - ratio.startup_s
+        early_s = min(
+            max(0.0, (first.get("time/step_s") or 0.0) - since_start_s),
+            first.get("time/wait_batch_s") or 0.0,
+        )
+        for key in ("step", "wait_batch"):
+            sums[key] -= early_s
+    return {"start-up": ratio.startup_s} | dict(sums)
 
 
 def _faults(life: Sequence[Event]) -> Counter[str]:
