@@ -199,10 +199,11 @@ class RunFolder:
         self._role_file(name).unlink(missing_ok=True)
 
     def role(self, name: str) -> RoleAddress | None:
-        """The registered address of `name`, dead or alive; None when it never came up."""
+        """The registered address of `name`, dead or alive; None when it never came up, or what is
+        there is damaged or of another version: nobody can be found by it."""
         try:
             return RoleAddress(**json.loads(self._role_file(name).read_bytes()))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def roles(self) -> list[RoleAddress]:

@@ -86,6 +86,7 @@ def test_events_survive_the_way_through_the_file(tmp_path):
     log.emit(Kind.WARN, cause="slow")
     log.close()
     with open(tmp_path / "events.jsonl", "ab") as f:
+        f.write(b'[1]\n{"kind":"of another version"}\n{"kind":"warn"}\n')
         f.write(b'{"kind":"run"')  # torn
     first, second = read_events(tmp_path / "events.jsonl")
     assert (first.kind, first.version, first.step, first.attempt) == (Kind.PUBLISH, 3, 2, 2)

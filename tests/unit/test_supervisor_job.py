@@ -1,5 +1,6 @@
 """A job from its preparation to its summary, with small stand-in roles."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -217,6 +218,9 @@ def test_what_roles_of_a_lost_host_have_registered_is_asked_by_nobody(home):
     for name in ("lighthouse", "serving", "rollout", "trainer-0"):
         at = RoleAddress(name, "http://127.0.0.1:9", os.getpid(), 1.0, 1, "a-host-that-is-lost")
         folder.announce(at)
+    (folder.path / "roles" / "serving.json").write_text('{"torn')
+    assert folder.role("serving") is None
+    folder.announce(dataclasses.replace(at, name="serving"))
     assert job.prepare(resolved, Session(resolved)) is Start.FRESH
     assert folder.roles() == []
 

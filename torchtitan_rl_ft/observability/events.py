@@ -183,20 +183,25 @@ def first_line(cause: Any) -> str:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Events of a file in order. A line without its end, which is still being written, ends the
-    iteration. A line that a full disk tore is skipped, and what was appended to it is read."""
-    known = Event.__dataclass_fields__
+    iteration. A line that a full disk tore is skipped, and what was appended to it is read; so is
+    one that is no event of this version."""
     with open(path, "rb") as f:
         for line in f:
             if not line.endswith(b"\n"):
                 return
-            read = _read_line(line)
-            if read is not None:
-                fields: dict[str, Any] = {k: v for k, v in read.items() if k in known}
-                fields["kind"] = Kind(fields["kind"])
-                yield Event(**fields)
+            if (event := _event(_read_line(line))) is not None:
+                yield event
 
 
-def _read_line(line: bytes) -> dict[str, Any] | None:
+def _event(read: Any) -> Event | None:
+    try:
+        fields = {k: v for k, v in read.items() if k in Event.__dataclass_fields__}
+        return Event(**{**fields, "kind": Kind(fields["kind"])})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _read_line(line: bytes) -> Any:
     for start in (0, max(0, line.rfind(_LINE_START))):
         with contextlib.suppress(ValueError):
             return json.loads(line[start:])
