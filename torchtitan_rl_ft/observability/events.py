@@ -195,8 +195,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 def _event(read: Any) -> Event | None:
     try:
-        fields = {k: v for k, v in read.items() if k in Event.__dataclass_fields__}
-        return Event(**{**fields, "kind": Kind(fields["kind"])})
+        known = Event.__dataclass_fields__
+        fields: dict[str, Any] = {k: v for k, v in read.items() if k in known}
+        fields["kind"] = Kind(fields["kind"])
+        return Event(**fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
