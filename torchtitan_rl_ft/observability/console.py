@@ -30,7 +30,7 @@ def step_line(view: RunView) -> str:
     for label, key, form in (
         ("reward", "reward/mean", ".3f"),
         ("policy age", "policy_age/mean", ".1f"),
-        ("loss", "loss", ".4f"),
+        ("loss", "loss", "z.4f"),
     ):
         if isinstance(value := view.metrics.get(key), int | float):
             parts.append(f"{label} {value:{form}}")
