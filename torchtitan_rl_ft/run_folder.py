@@ -177,7 +177,8 @@ class RunFolder:
         """Let start `attempt` of `name` be found where it writes: at `log`."""
         link = self.log_file(name, attempt)
         link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(os.path.relpath(log, link.parent))
+        with contextlib.suppress(FileExistsError):  # of a group that was started by hand
+            link.symlink_to(os.path.relpath(log, link.parent))
 
     # Roles ------------------------------------------------------------------------------
 

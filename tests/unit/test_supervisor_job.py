@@ -21,7 +21,7 @@ from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.lifecycle import Duty
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, TOKEN_ENV, ProcessId, RoleAddress, RunFolder
-from torchtitan_rl_ft.session_folder import ServingAt, SessionFolder, SessionRecord
+from torchtitan_rl_ft.session_folder import Owner, ServingAt, SessionFolder, SessionRecord
 
 HARNESS = textwrap.dedent(
     """
@@ -236,6 +236,31 @@ def test_a_copy_of_a_living_run_has_no_part_in_that_ones_roles(home):
         resolved.run_folder.register(name, "http://127.0.0.1:9")
     assert job.prepare(resolved, Session(resolved)) is Start.FRESH
     assert resolved.run_folder.roles() == []
+
+
+@pytest.mark.parametrize("retain_ttl_s", [0.0, 60.0])
+def test_a_session_of_a_lost_host_is_forgotten_if_it_cannot_have_outlived_its_job(
+    home, retain_ttl_s
+):
+    resolved = resolve(arguments(home / "run", "--recovery.auto_continue_train"))
+    run, session = str(resolved.run_folder.path), Session(resolved)
+    lost = (1, 1.0, "a-host-that-is-lost")
+    session.folder.write(
+        SessionRecord(
+            session.folder.id,
+            "a rule",
+            ServingAt(*lost, "http://127.0.0.1:9", ""),
+            owner=Owner(*lost, "a", run),
+            run_folder=run,
+            retain_ttl_s=retain_ttl_s,
+        )
+    )
+    if retain_ttl_s:  # engines may wait there
+        with pytest.raises(ConfigError, match="a-host-that-is-lost"):
+            job.prepare(resolved, session)
+    else:
+        job.prepare(resolved, session)
+        assert session.folder.read() is None and session.serving is None
 
 
 def test_model_directory_of_ones_own_is_not_made(home):

@@ -101,11 +101,21 @@ class Session:
             raise ConfigError(str(e)) from None
         if record is None:
             return
+        if self._ended_with_its_job(record):
+            self.folder.remove()
+            return
         # The same decision as serving's, which counts: here it also covers a dead serving role.
         if reason := why_not_attached(record, claim):
             raise ConfigError(reason)
         if record.serving.alive() and self._attach(record.serving, claim):
             self.serving = record.serving
+
+    def _ended_with_its_job(self, record: SessionRecord) -> bool:
+        """A session of another host that cannot have outlived its job, whose run folder is ours
+        now: we hold its lock, so that job is dead."""
+        elsewhere = record.serving.alive() is None and not record.by_hand
+        ours = record.run_folder == str(self._resolved.run_folder.path)
+        return elsewhere and ours and record.retain_ttl_s <= 0
 
     def forget_dead(self) -> None:
         """Remove what a dead session has left on this machine (shared memory, files)."""
