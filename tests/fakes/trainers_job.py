@@ -1,7 +1,9 @@
 """`torchtitan run` with the real supervisor, lighthouse and trainers; rollout and serving are one
 stand-in with a real ledger (run_host.py).
 
-    python trainers_job.py [--section.key VALUE ...]
+    python trainers_job.py [--probed] [--section.key VALUE ...]
+
+With `--probed` the ranks obey orders (probed_job.py), under their real launchers.
 """
 
 from __future__ import annotations
@@ -16,18 +18,24 @@ from torchtitan_rl_ft.roles import job
 from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.run_folder import RunFolder
 
-HOST = str(Path(__file__).with_name("run_host.py"))
+HERE = Path(__file__).resolve().parent
+PROBED = "--probed"
 
 
 def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
-    host = (sys.executable, HOST, str(folder.path), "--steps", "100000", "--slow-s", "0.05")
-    return [
-        replace(spec, argv=host) if spec.name == "rollout" else spec
-        for spec in real_specs(sections, folder)
-        if spec.name != "serving"
-    ]
+    host = (sys.executable, str(HERE / "run_host.py"), str(folder.path))
+    host = (*host, "--steps", "100000", "--slow-s", "0.05")
+    specs = []
+    for spec in real_specs(sections, folder):
+        if spec.name == "rollout":
+            spec = replace(spec, argv=host)
+        elif spec.name.startswith("trainer-") and PROBED in sys.argv:
+            spec = replace(spec, argv=(sys.executable, str(HERE / "probed_job.py"), *spec.argv[3:]))
+        if spec.name != "serving":
+            specs.append(spec)
+    return specs
 
 
 if __name__ == "__main__":
     real_specs, job.role_specs = job.role_specs, role_specs
-    sys.exit(cli.main(["run", "rl_ft_debug.toml", *sys.argv[1:]]))
+    sys.exit(cli.main(["run", "rl_ft_debug.toml", *(a for a in sys.argv[1:] if a != PROBED)]))

@@ -3,13 +3,17 @@ in about a second, so that a test can kill many of them."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 SCRIPT = Path(__file__).parents[1] / "fakes" / "trainer_forks.py"
 ANSWER_TIMEOUT_S = 120.0
@@ -41,22 +45,32 @@ class ForkedRank:
             os.kill(self.pid, signum)
 
 
+@functools.cache
+def forks() -> RankForks:
+    """One for all tests: started by the first that needs it, ended with them."""
+    errors = tempfile.TemporaryFile()  # noqa: SIM115  as long as the process
+    found = RankForks(errors)
+    atexit.register(found.close)
+    return found
+
+
 class RankForks:
     """The process that the ranks are forks of."""
 
-    def __init__(self, env: dict[str, str], log: Path) -> None:
+    def __init__(self, errors: IO[bytes]) -> None:
         self._ranks: dict[int, ForkedRank] = {}
         self._started: list[ForkedRank] = []
         self._answered = threading.Condition()
-        with open(log, "ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, str(SCRIPT)],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
+        self._errors = errors
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHTITAN_RL_FT_")}
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            env=env | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -69,8 +83,15 @@ class RankForks:
         end = time.monotonic() + ANSWER_TIMEOUT_S
         with self._answered:
             while not self._started:
-                assert self._answered.wait(end - time.monotonic()), "no rank was forked"
+                assert self._answered.wait(end - time.monotonic()), self._told()
             return self._started.pop()
+
+    def living(self) -> list[int]:
+        return [pid for pid, rank in self._ranks.items() if rank.poll() is None]
+
+    def _told(self) -> str:
+        self._errors.seek(0)
+        return "no rank was forked\n" + self._errors.read().decode(errors="replace")
 
     def _read(self) -> None:
         assert self._process.stdout is not None

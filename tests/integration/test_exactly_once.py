@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from forked_ranks import forks
 from safetensors.numpy import load_file
 from trainer_run import TrainerRun
 
@@ -125,8 +126,8 @@ def parameters(run: TrainerRun) -> np.ndarray:
 
 
 def left_over(run: TrainerRun) -> list[int]:
-    """Living processes that were started for this run folder."""
-    return [
+    """Living processes that were started for this run folder, and forked ranks of any."""
+    return forks().living() + [
         p.pid
         for p in psutil.process_iter(["environ"])
         if (p.info["environ"] or {}).get("TORCHTITAN_RL_FT_RUN") == str(run.run.path)

@@ -32,9 +32,10 @@ def test_a_failed_step_restarts_in_process_until_that_is_used_up(tmp_path):
         assert {life["pid"] for life in lives} == {pids["trainer-1"]}
         assert all(life["modules"] == lives[0]["modules"] for life in lives)
         assert all(life["trainers"] == 1 for life in lives), "an old trainer is still held"
-        # The first restart starts what a process starts once (autograd's threads).
-        assert lives[-1]["threads"] <= lives[1]["threads"], [life["thread_names"] for life in lives]
-        assert lives[-1]["fds"] <= lives[1]["fds"], lives
+        # The first restart starts what a process starts once (autograd's threads), and threads of
+        # one old process group may be ending still: what is a leak grows with every restart.
+        for held in ("threads", "fds"):
+            assert lives[-1][held] <= max(life[held] for life in lives[1:4]), lives
         restarts = [e for e in run.events("restart") if e["name"] == "trainer-1"]
         assert [e["phase"] for e in restarts] == ["in_process"] * RESTARTS
         assert [e["data"]["attempt"] for e in restarts] == list(range(1, RESTARTS + 1))

@@ -73,7 +73,7 @@ def three_groups(tmp_path_factory) -> Iterator[tuple[TrainerRun, list[tuple[str,
     }
     stalls = []
     path = tmp_path_factory.mktemp("three_groups") / "run"
-    with TrainerRun(path, steps=100_000, groups=3, **keys) as run:
+    with TrainerRun(path, steps=100_000, groups=3, forked=True, **keys) as run:
         run.start_all(host_args=SLOWLY)
         for first, second in PAIRS:
             wait_all(run)
@@ -135,7 +135,7 @@ def test_groups_of_two_ranks_survive_the_loss_of_either_rank(tmp_path):
         "checkpoint__enable": "false",
     }
     keys["rollout__journal"] = "false"  # checked only: the host keeps a journal
-    with TrainerRun(tmp_path / "run", steps=100_000, groups=2, ranks=2, **keys) as run:
+    with TrainerRun(tmp_path / "run", steps=100_000, groups=2, ranks=2, forked=True, **keys) as run:
         run.start_all(host_args=SLOWLY)
         survivors = [p.pid for p in run.processes["trainer-0"]]
         for rank, point in ((0, "reduce"), (1, "commit")):
@@ -157,7 +157,7 @@ def test_below_min_replica_size_nothing_changes_until_a_group_returns(tmp_path):
     keys = {"fault_tolerance__min_replica_size": 2, "fault_tolerance__join_timeout_ms": 200}
     ends = []
     for name, disturbed in (("calm", False), ("disturbed", True)):
-        with TrainerRun(tmp_path / name, steps=12, groups=2, **keys) as run:
+        with TrainerRun(tmp_path / name, steps=12, groups=2, forked=True, **keys) as run:
             run.start_all()
             if disturbed:
                 run.kill_at(1, "reduce", step=6)

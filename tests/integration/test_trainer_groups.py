@@ -21,7 +21,7 @@ def two_groups(tmp_path_factory):
     """A finished run of two groups of one rank: inspected by several tests, yardstick of others."""
     keys = {"fault_tolerance__min_replica_size": 2, "rollout__save_debug_train_data": TRAINED}
     path = tmp_path_factory.mktemp("two_groups") / "run"
-    with TrainerRun(path, steps=12, groups=2, **keys) as run:
+    with TrainerRun(path, steps=12, groups=2, forked=True, **keys) as run:
         run.env["PROBE_GRADIENTS"] = "1"
         run.start_all()
         assert run.wait_exit("trainer-0") == [0], run.logs()
@@ -47,7 +47,7 @@ def test_two_groups_train_each_batch_once_and_stay_bitwise_equal(two_groups):
 
 def grad_norms(tmp_path, steps, groups, **keys):
     keys |= {"fault_tolerance__min_replica_size": groups, "rollout__save_debug_train_data": TRAINED}
-    with TrainerRun(tmp_path / "run", steps=steps, groups=groups, **keys) as run:
+    with TrainerRun(tmp_path / "run", steps=steps, groups=groups, forked=True, **keys) as run:
         run.env["PROBE_GRADIENTS"] = "1"
         run.start_all()
         for g in range(groups):
@@ -136,7 +136,7 @@ def test_stop_and_resume_goes_on_with_the_same_batches(tmp_path):
 @pytest.mark.row("I2")
 @pytest.mark.scenario("N-1")
 def test_a_nan_is_committed_by_nobody_and_ends_the_run_by_its_own_code(tmp_path):
-    with TrainerRun(tmp_path / "run", steps=12, groups=2) as run:
+    with TrainerRun(tmp_path / "run", steps=12, groups=2, forked=True) as run:
         run.start_all(host_args=("--nan-step", "6"))
         codes = run.wait_exit("trainer-0") + run.wait_exit("trainer-1")
         assert 3 in codes and 0 not in codes, run.logs()
@@ -147,7 +147,7 @@ def test_a_nan_is_committed_by_nobody_and_ends_the_run_by_its_own_code(tmp_path)
 
 def test_the_kl_term_is_zero_at_the_reference_and_grows_away_from_it(tmp_path):
     keys = {"rl__kl_coef": 0.1}
-    with TrainerRun(tmp_path / "run", steps=4, groups=1, **keys) as run:
+    with TrainerRun(tmp_path / "run", steps=4, groups=1, forked=True, **keys) as run:
         run.start_all()
         assert run.wait_exit("trainer-0") == [0], run.logs()
         kl = [m["kl/mean"] for m in run.metrics()]

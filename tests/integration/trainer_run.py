@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import httpx
-from forked_ranks import ForkedRank, RankForks
+from forked_ranks import ForkedRank, forks
 
 from torchtitan_rl_ft.config.resolve import resolve
 from torchtitan_rl_ft.models.tiny import make_tiny_model
@@ -46,7 +46,6 @@ class TrainerRun:
         **keys,
     ) -> None:
         self.launched, self.forked = launched, forked
-        self._forks: RankForks | None = None
         self.lighthouse_args: list[str] = []
         self.run, self.steps, self.groups, self.ranks = RunFolder(path), steps, groups, ranks
         self.env = {
@@ -91,8 +90,6 @@ class TrainerRun:
     def __exit__(self, *_: object) -> None:
         for name in list(self.processes):
             self.kill(name)
-        if self._forks is not None:
-            self._forks.close()
 
     def start(self, *names: str, host_args: tuple[str, ...] = ()) -> None:
         for name in names:
@@ -136,10 +133,8 @@ class TrainerRun:
                 self._spawn(name, [(probe, rank) for rank in ranks])
 
     def _fork(self, name: str, env: dict[str, str]) -> ForkedRank:
-        if self._forks is None:
-            self._forks = RankForks(self.env, self.run.path / "forks.log")
         log = self.run.path / f"{name}.{env['RANK']}.log"
-        return self._forks.start({**self.env, **env}, log, self.run.path)
+        return forks().start({**self.env, **env}, log, self.run.path)
 
     def promote(self, standby: str, name: str) -> None:
         """Give a waiting standby the place of a trainer group, as the supervisor does."""

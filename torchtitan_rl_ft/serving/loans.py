@@ -59,11 +59,9 @@ class Loans:
             self._loans[loan.slot] = loan
             self._write()
 
-    def remove(self, loan: Loan) -> None:
-        """Nothing when its place has been lent anew meanwhile."""
+    def remove(self, slot: int) -> None:
         with self._lock:
-            if self._loans.get(loan.slot) is loan:
-                del self._loans[loan.slot]
+            if self._loans.pop(slot, None) is not None:
                 self._write()
 
     def save(self) -> None:

@@ -132,7 +132,7 @@ class Attempt:
         vector = coverage.fill(
             work.claim,
             samples,
-            rank=work.quorum.rank,
+            rank=work.quorum.rank or 0,
             nonce=work.nonce,
             speaks=self._placement.speaks,
             nonfinite=self._guards.finite and not own.finite,
