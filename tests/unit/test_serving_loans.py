@@ -81,8 +81,14 @@ def test_loans_come_back_as_they_were_made(tmp_path: Path) -> None:
     loans.put(Loan(0, "job", ""))
     again = Loans(path)
     assert again.read() == {0: Loan(0, "job", ""), 1: Loan(1, "job", "trainer-1")}
-    again.remove(0)
+    held = again.read()
+    again.remove(held[0])
     assert list(Loans(path).read()) == [1]
+    anew = Loan(0, "job", "")
+    again.put(anew)
+    again.remove(held[0])  # late: the place has been lent again
+    assert list(Loans(path).read()) == [0, 1]
+    again.remove(anew)
     path.unlink()
     again.save()
     assert list(Loans(path).read()) == [1]

@@ -1,5 +1,6 @@
 """Standby trainers as the keeper sees them: real processes, small stand-ins."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,11 +12,11 @@ import pytest
 from test_supervisor_keeper import FOREVER, Job, gone_within, sh
 
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
 from torchtitan_rl_ft.roles.job import role_specs
 from torchtitan_rl_ft.roles.lifecycle import Action, Duty, RestartLimits, after_exit
-from torchtitan_rl_ft.roles.standby import FirstCommit, choose
+from torchtitan_rl_ft.roles.standby import FirstCommit, OwnPlaces, Standbys, choose
 from torchtitan_rl_ft.run_folder import RunFolder
 
 pytestmark = pytest.mark.row("M3")
@@ -82,6 +83,40 @@ def test_a_first_commit_is_one_that_its_group_reports_from_now_on(tmp_path):
     assert not one.seen() and any_group.seen()
     report("trainer-1", time.monotonic())
     assert one.seen()
+
+
+class PlacesTold(OwnPlaces):
+    def __init__(self):
+        self.forgone = []
+
+    async def forgo(self, place):
+        self.forgone.append(place)
+
+
+def test_one_that_ends_as_it_is_promoted_is_no_group(tmp_path, monkeypatch):
+    """Its end was seen while its answer was under way: it may have a successor by then."""
+    monkeypatch.setenv("TORCHTITAN_RL_FT_TOKEN", "t")
+    events, places = EventList(), PlacesTold()
+
+    class Sleeping(Standbys):
+        def _ask(self, standby, body):
+            loop.call_soon_threadsafe(self.ended, standby)
+            loop.call_soon_threadsafe(self.started, standby.name, 2, None)
+
+        def _ready(self, standby):
+            return True
+
+    async def main():
+        standbys = Sleeping(RunFolder(tmp_path), events, places)
+        first = standbys.started("standby-0", 1, None)
+        assert await standbys.promote("trainer-1", "killed") is None
+        assert not first.promoted.done()
+        assert places.forgone == ["trainer-1"]
+        assert not [e for e in events.events if e["kind"] == Kind.PROMOTE]
+
+    loop = asyncio.new_event_loop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
 
 
 # With processes ---------------------------------------------------------------------------

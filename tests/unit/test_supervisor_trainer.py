@@ -6,13 +6,17 @@ import signal
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import regroup
 from torchtitan_rl_ft.observability.events import EventList
+from torchtitan_rl_ft.roles import regrouping as regrouping_module
+from torchtitan_rl_ft.roles import trainer
 from torchtitan_rl_ft.roles.regrouping import Regrouping
 from torchtitan_rl_ft.roles.trainer import (
     RankGroup,
@@ -248,3 +252,37 @@ def test_a_code_that_no_restart_mends_is_not_mended_by_one_of_the_rank(folder, c
     regrouping = Regrouping(folder, "trainer-1", limits, EventList(), free_port)
     assert not regrouping.may_restart(0, code)
     assert regrouping.may_restart(0, 1)
+
+
+def test_ranks_that_finish_are_not_waited_for_at_a_rendezvous(folder, monkeypatch):
+    """One rank is done long before the other: nobody is late, and no generation begins."""
+    monkeypatch.setattr(regrouping_module, "JOIN_TIMEOUT_S", 0.2)
+    events, limits = EventList(), RestartLimits(3, 600.0)
+    regrouping = Regrouping(folder, "trainer-1", limits, events, free_port)
+    script = "import os, time; time.sleep(2 * int(os.environ['RANK']))"
+    assert run(folder, script, regrouping=regrouping) == 0
+    assert regrouping.generation == 0
+    assert not events.events
+
+
+def test_a_group_that_is_started_by_hand_keeps_its_name(folder, monkeypatch):
+    """Other roles are waited for under theirs."""
+    monkeypatch.delenv(ATTEMPT_ENV, raising=False)
+    for role in ("serving", "rollout"):
+        folder.register(role, "http://127.0.0.1:1")
+    named = []
+
+    class Group:
+        def __init__(self, folder, name, *args, **options):
+            named.append(name)
+
+        async def run(self, n_ranks):
+            return 0
+
+    monkeypatch.setattr(trainer, "RankGroup", Group)
+    sections = Sections()
+    sections.job.dump_folder = str(folder.path)
+    sections.fault_tolerance.replica_id = 1
+    sections.fault_tolerance.ranks_per_group = 2
+    assert trainer.main(SimpleNamespace(sections=sections)) == 0
+    assert named == ["trainer-1"]

@@ -73,3 +73,24 @@ def test_sigint_ends_it_at_once(rank):
     process, _ = rank
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=10) == -signal.SIGINT
+
+
+BETWEEN = textwrap.dedent(
+    """
+    import os, signal, time
+    from torchtitan_rl_ft.trainer import exits
+
+    asked = []
+    exits.SignalWatch(lambda: asked.append(1)).close()
+    os.kill(os.getpid(), signal.SIGTERM)  # while a trainer begins again
+    watch = exits.SignalWatch(lambda: asked.append(2))
+    while not asked:
+        time.sleep(0.02)
+    watch.close()
+    assert set(asked) == {2}
+    """
+)
+
+
+def test_a_signal_between_two_lives_of_a_rank_is_heard():
+    subprocess.run([sys.executable, "-c", BETWEEN], check=True, timeout=30)

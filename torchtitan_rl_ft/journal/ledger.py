@@ -229,7 +229,7 @@ class Ledger:
 
     def attach(self, member: Member) -> AttachAnswer:
         """A new process asks what to load."""
-        self._checkpoints.note_unreported(self._on_chain)
+        self._checkpoints.note_unreported(self.view().on_chain)
         gone = [*self._members.succeeded_by(member), *self._members.forget_dead()]
         self.journal.forget_members(gone)
         self.journal.add_member(member)
@@ -240,9 +240,6 @@ class Ledger:
         return dataclasses.replace(
             answer, skipped=(*answer.skipped, *self._checkpoints.left_behind(answer))
         )
-
-    def _on_chain(self, state: State) -> bool:
-        return self.view().on_chain(state)
 
     def unusable(self, member: Member, path: str, reason: str) -> None:
         """A trainer found a checkpoint damaged while it loaded it: it is not offered again."""
@@ -387,8 +384,9 @@ class Ledger:
             checkpoint = CheckpointRef(state.step, state.token, result["path"])
             self.journal.add_checkpoint(checkpoint, saved_by=member.replica_id)
             being_saved = self._duties.in_hand(SAVE) - {state}
-            removable = self._checkpoints.superfluous(self._on_chain, being_saved)
-            self._checkpoints.free_covered(self._on_chain, removable)
+            on_chain = self.view().on_chain
+            removable = self._checkpoints.superfluous(on_chain, being_saved)
+            self._checkpoints.free_covered(on_chain, removable)
         else:
             raise KeyError(f"no such duty: {kind}")
         self._duties.finish(kind, state, member.uuid)

@@ -113,7 +113,9 @@ class Standbys:
         return self._up[name]
 
     def ended(self, standby: Standby) -> None:
+        """Its process is gone, and it has no place."""
         standby.taken = True
+        self._up.pop(standby.name, None)
         self._folder.unregister(standby.name)
 
     async def promote(self, place: str, cause: str) -> tuple[int, Standby] | None:
@@ -138,6 +140,9 @@ class Standbys:
             self._events.emit(Kind.FAULT, cause=f"not promoted: {e}", subject=standby.name)
             # It might still take the place that its group is about to be started in.
             await process.kill_until_gone([standby.child.id], time.monotonic() + KILL_TIMEOUT_S)
+            await self._places.forgo(place)
+            return None
+        if self._up.get(standby.name) is not standby:  # it has ended, and was told to `ended`
             await self._places.forgo(place)
             return None
         self._name_logs(standby, place, attempt)

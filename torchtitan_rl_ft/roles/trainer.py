@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,8 +130,8 @@ def main(resolved: Resolved) -> int:
     try:
         lighthouse = _lighthouse_url(folder) if section.enable else None
         if ATTEMPT_ENV not in os.environ:  # by hand: nobody else is about to start these
-            for name in roles_of_trainers(resolved.sections.rollout):
-                wait_for_role(folder, name, ROLE_WAIT_TIMEOUT_S)
+            for role in roles_of_trainers(resolved.sections.rollout):
+                wait_for_role(folder, role, ROLE_WAIT_TIMEOUT_S)
         env = group_env(
             os.environ,
             folder=folder,
@@ -258,7 +258,7 @@ class RankGroup:
     ) -> int | None:
         """`ranks` and `waits` are kept up to date with ranks that are started again."""
         pending = set(waits)
-        lost: set[int] = set()
+        lost: dict[int, int] = {}  # rank -> how it ended
         look_s = None if self._regrouping is None else POLL_S
         while pending or lost:
             done, _ = await asyncio.wait(
@@ -275,12 +275,15 @@ class RankGroup:
                     flush=True,
                 )
                 if not self._may_restart(rank, code, waits):
-                    return code if code > 0 else 128 - code
-                lost.add(rank)
+                    return _exit_code(code)
+                lost[rank] = code
                 del waits[wait]
             if stop in done:
                 return 128 + signal.SIGTERM
-            if self._regrouping is not None:
+            if _finished(waits):  # the others finish too, nobody comes to a rendezvous
+                if lost:
+                    return _exit_code(next(iter(lost.values())))
+            elif self._regrouping is not None:
                 env = self._regrouping.next_env(dict(enumerate(ranks)))
                 if env is not None:
                     for rank in sorted(lost):
@@ -298,11 +301,10 @@ class RankGroup:
         return asyncio.create_task(ranks[rank].wait())
 
     def _may_restart(self, rank: int, code: int, waits: dict[asyncio.Task[int], int]) -> bool:
-        """Not when another rank has finished: nobody would come to the rendezvous."""
-        finished = any(w.done() and w.result() in COMPLETE for w in waits)
+        """Not when another rank has finished."""
         return (
             self._regrouping is not None
-            and not finished
+            and not _finished(waits)
             and self._regrouping.may_restart(rank, code)
         )
 
@@ -315,3 +317,13 @@ class RankGroup:
         if waits:
             await asyncio.wait(waits, timeout=RANK_EXIT_TIMEOUT_S)
         await process.kill_until_gone(trees, time.monotonic() + RANK_EXIT_TIMEOUT_S)
+
+
+def _finished(waits: Iterable[asyncio.Task[int]]) -> bool:
+    """Whether a rank has come to the end of the run."""
+    return any(wait.done() and wait.result() in COMPLETE for wait in waits)
+
+
+def _exit_code(returncode: int) -> int:
+    """Of a launcher whose rank ended so: as a shell tells signals."""
+    return returncode if returncode > 0 else 128 - returncode

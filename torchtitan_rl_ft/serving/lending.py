@@ -124,7 +124,7 @@ class Lending:
         loan = slot.loan
         if loan is None:
             return
-        await asyncio.to_thread(self._loans.remove, index)
+        await asyncio.to_thread(self._loans.remove, loan)
         if slot.loan is not loan:  # somebody else was as quick
             return
         self._shared.events.emit(Kind.LEND, phase="return", cause=cause, subject=slot.name)

@@ -59,9 +59,11 @@ class Loans:
             self._loans[loan.slot] = loan
             self._write()
 
-    def remove(self, slot: int) -> None:
+    def remove(self, loan: Loan) -> None:
+        """Nothing when its place has been lent anew meanwhile."""
         with self._lock:
-            if self._loans.pop(slot, None) is not None:
+            if self._loans.get(loan.slot) is loan:
+                del self._loans[loan.slot]
                 self._write()
 
     def save(self) -> None:

@@ -132,7 +132,7 @@ class Attempt:
         vector = coverage.fill(
             work.claim,
             samples,
-            rank=work.quorum.rank or 0,
+            rank=work.quorum.rank,
             nonce=work.nonce,
             speaks=self._placement.speaks,
             nonfinite=self._guards.finite and not own.finite,

@@ -39,7 +39,8 @@ class SignalWatch:
         self._told, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, lambda *_: None)
+        # Remembered also while a trainer begins again, and nobody reads the pipe.
+        signal.signal(signal.SIGTERM, lambda *_: _signalled.set())
         # What ends a rank at once now; a shell's background jobs are born with it ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._thread = threading.Thread(target=self._run, name="exit-signal", daemon=True)

@@ -9,7 +9,7 @@ compares with one other place, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -192,7 +192,3 @@ class Rerun:
 
 class Disputed(Exception):
     """Groups disagree on a result: the step is discarded and computed again."""
-
-
-Compute = Callable[[int], Share]
-"""Compute the share of the group at a place in the quorum."""
