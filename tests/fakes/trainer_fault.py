@@ -1,7 +1,8 @@
 """Faults of a trainer rank that only code inside it can make: wrong numbers, a flipped bit.
 
 RUN/faults.json, looked at in every step, is a list of
-{"kind": "scale" | "flip", "replica": g, "step": s, "factor": f, "times": n}:
+{"kind": "scale" | "flip", "replica": g, "rank": r, "step": s, "factor": f, "times": n}, of rank r
+or, without it, of every rank:
 scale: gradients and loss times `factor`, from step `s` on, in `times` computations (0: in all that
 follow); flip: one bit of a parameter, once, before step `s` or a later one.
 """
@@ -9,6 +10,7 @@ follow); flip: one bit of a parameter, once, before step `s` or a later one.
 from __future__ import annotations
 
 import json
+import os
 
 import torch
 
@@ -30,7 +32,9 @@ class Faults:
         found = []
         for fault in json.loads(path.read_text()):
             key, times = json.dumps(fault), fault.get("times", default_times)
+            rank = int(os.environ["RANK"])
             mine = fault["replica"] == trainer.config.fault_tolerance.replica_id
+            mine = mine and fault.get("rank", rank) == rank
             if fault["kind"] != kind or not mine or trainer.lineage.step + 1 < fault["step"]:
                 continue
             if not times or self.used.get(key, 0) < times:

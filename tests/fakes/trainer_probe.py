@@ -5,10 +5,11 @@ RUN/probe-<replica>.<rank>.jsonl, one line per step: step, token, digests, learn
 PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much forward.
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
-"sleep" | "hold" | "fail", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it to itself
-as it enters that phase (of that step, 0: any), once; "kill" with "delay_s" a moment later. Points
-beside the phases: "configure" (the quorum stands, its process group does not yet), "transfer"
-(about to fetch a peer's state) and those of step_probe.py. In semi-sync, see also window_probe.py.
+"sleep" | "hold" | "fail" | "raise", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it
+to itself as it enters that phase (of that step, 0: any), once; "kill" with "delay_s" a moment
+later. Points beside the phases: "configure" (the quorum stands, its process group does not yet),
+"transfer" (about to fetch a peer's state), "allreduce" (a sum over the groups is about to begin)
+and those of step_probe.py. In semi-sync, see also window_probe.py.
 """
 
 from __future__ import annotations
@@ -61,19 +62,23 @@ def obey_orders() -> None:
     name = f"order-{os.environ.get('TORCHTITAN_RL_FT_REPLICA_ID', 'standby')}.{os.environ['RANK']}"
     path = Path(os.environ["TORCHTITAN_RL_FT_RUN"]) / name
 
-    def look(point: str, step: int = 0) -> None:
+    now = {"step": 0}
+
+    def look(point: str) -> None:
         if path.exists():
             order = json.loads(path.read_text())
-            if order["point"] == point and order["step"] in (0, step):
+            if order["point"] == point and order["step"] in (0, now["step"]):
                 path.unlink()
                 obey(order)
 
     enter = PhaseClock.enter
     configure, receive = ProcessGroupGloo.configure, StateTransport.recv_checkpoint
+    allreduce = ProcessGroupGloo.allreduce
 
     def entered(self: PhaseClock, phase: str, step: int) -> None:
         enter(self, phase, step)
-        look(phase, step)
+        now["step"] = step
+        look(phase)
 
     def configured(self: ProcessGroupGloo, *args: Any, **kwargs: Any) -> None:
         look("configure")
@@ -83,7 +88,12 @@ def obey_orders() -> None:
         look("transfer")
         return receive(self, *args, **kwargs)
 
+    def reduced(self: ProcessGroupGloo, *args: Any, **kwargs: Any) -> Any:
+        look("allreduce")
+        return allreduce(self, *args, **kwargs)
+
     PhaseClock.enter = entered
+    ProcessGroupGloo.allreduce = reduced
     ProcessGroupGloo.configure = configured
     StateTransport.recv_checkpoint = received
     step_probe.install(look)
@@ -103,6 +113,8 @@ def obey(order: dict) -> None:
             ctypes.PyDLL(None).sleep(600)
         case "fail":
             raise HealFailed("ordered by a test")
+        case "raise":  # what the call itself would raise
+            raise RuntimeError("ordered by a test")
 
 
 def append(trainer: RLFaultTolerantTrainer, kind: str, line: dict) -> None:

@@ -1,11 +1,12 @@
-"""Numeric guards on real trainers in replica groups: what is told, what is healed, who must go."""
+"""Numeric guards on real trainers in replica groups: what is told, what is healed, who must go,
+what stops."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from trainer_run import TrainerRun
+from trainer_run import TrainerRun, steps_of
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 
@@ -75,3 +76,42 @@ def test_a_group_that_computes_wrong_results_again_and_again_is_named_and_goes(t
         }
         assert [m["step"] for m in run.metrics()] == list(range(1, 91))
         assert run.probe(0)[90]["parameters"] == run.probe(1)[90]["parameters"]
+
+
+NAN_STEP = 3
+NAN = {"kind": "scale", "replica": 0, "step": NAN_STEP, "factor": float("nan")}
+KEEP_ALL = {"checkpoint__interval": 1, "checkpoint__keep_latest_k": 0, "metrics__log_freq": 10}
+
+
+def end_at(run: TrainerRun, fault: dict, code: int) -> None:
+    """Everything ends by the fault, and nothing of its step or a later one is left."""
+    (run.run.path / "faults.json").write_text(json.dumps([fault]))
+    run.start_all()
+    assert run.wait_exit("trainer-0") == [code] * run.ranks, run.logs()
+    for made in ("publish", "checkpoint"):
+        assert max(e["step"] for e in run.events(made)) == NAN_STEP - 1, made
+    assert not list(run.run.weights.glob(f"step-{NAN_STEP}-*"))
+
+
+@pytest.mark.row("I1")
+@pytest.mark.scenario("N-1")
+def test_a_nan_on_one_rank_stops_all_ranks_of_its_group_before_the_update(tmp_path):
+    """In a step that is not logged."""
+    keys = {**KEEP_ALL, "recovery__max_numeric_refusals": 2}
+    with TrainerRun(tmp_path / "run", steps=12, groups=1, ranks=2, forked=True, **keys) as run:
+        end_at(run, {**NAN, "rank": 1}, ExitCode.NUMERIC)
+        assert steps_of(run) == [1, 2]
+        assert max(run.probe(0, rank=0)) == max(run.probe(0, rank=1)) == NAN_STEP - 1
+        refused = [e for e in run.events("refuse") if e["step"] == NAN_STEP]
+        assert refused and all("1 rank(s) are not finite" in e["cause"] for e in refused)
+
+
+@pytest.mark.row("I7")
+def test_without_the_guard_what_is_not_finite_is_not_published_all_the_same(tmp_path):
+    keys = {**KEEP_ALL, "recovery__check_for_nan_in_loss_and_grad": False}
+    with TrainerRun(tmp_path / "run", steps=12, groups=1, forked=True, **keys) as run:
+        end_at(run, NAN, ExitCode.FAILED)
+        assert steps_of(run) == [1, 2, NAN_STEP] and not run.events("refuse")
+        assert (
+            "holds NaN or infinity; not published" in (run.run.path / "trainer-0.0.log").read_text()
+        )

@@ -145,6 +145,41 @@ def test_a_nan_is_committed_by_nobody_and_ends_the_run_by_its_own_code(tmp_path)
         assert all("finite" in e["cause"] for e in run.events("refuse"))
 
 
+@pytest.mark.row("G4")
+def test_a_sum_that_fails_on_one_rank_refuses_the_step_everywhere_once(tmp_path):
+    """The run ends bit by bit as one in which nothing failed."""
+    keys = {
+        "fault_tolerance__min_replica_size": 2,
+        "fault_tolerance__process_group_timeout_ms": 3000,
+    }
+    ends = []
+    for name, fails in (("calm", False), ("disturbed", True)):
+        path = tmp_path / name
+        with TrainerRun(path, steps=8, groups=2, ranks=2, forked=True, **keys) as run:
+            if fails:
+                run.order(1, "allreduce", act="raise", rank=1, step=5)
+            run.start_all()
+            for group in (0, 1):
+                assert run.wait_exit(f"trainer-{group}", 120) == [0, 0], run.logs()
+            assert steps_of(run) == list(range(1, 9))
+            for rank in (0, 1):
+                assert_groups_equal(run, (0, 1), at_least=8, rank=rank)
+            ends.append([run.probe(0, rank)[8]["parameters"] for rank in (0, 1)])
+            refused = run.events("refuse")
+            if fails:
+                assert {(e["name"], e["step"]) for e in refused} == {
+                    ("trainer-0", 5),
+                    ("trainer-1", 5),
+                }
+                ids = {e["data"]["quorum_id"]: None for e in run.events("quorum") if e["step"] == 5}
+                assert list(ids) == sorted(ids) and len(ids) == 2
+                assert sum(e["step"] == 5 for e in run.events("commit")) == 1
+                assert not run.events("heal"), "nobody had gone ahead"
+            else:
+                assert not refused
+    assert ends[0] == ends[1]
+
+
 def test_the_kl_term_is_zero_at_the_reference_and_grows_away_from_it(tmp_path):
     keys = {"rl__kl_coef": 0.1}
     with TrainerRun(tmp_path / "run", steps=4, groups=1, forked=True, **keys) as run:

@@ -175,6 +175,34 @@ def test_one_that_proves_damaged_is_not_offered_again_nor_counted(run):
     assert len([e for e in run.events.events if e["kind"] == Kind.WARN]) == 1
 
 
+@pytest.mark.row("E10")
+def test_each_rollback_is_a_branch_of_its_own_and_old_files_stay_as_they_were(tmp_path):
+    with Journal.open(tmp_path / "journal", events=EventList()) as journal:
+        run = Run(tmp_path, journal, keep=0)
+        run.commit(4)
+        run.save(2)
+        contents: dict[Path, bytes] = {}
+        for branch in range(3):
+            if branch:
+                journal.rewind(2, reason="restart", member="a")
+                for nonce in (10 * branch, 10 * branch + 1):
+                    done = record(journal, nonce)
+                    run.ledger.committed(A, done, {})
+                    run.states[done.step] = State(done.step, done.token)
+            run.save(3)
+            found = {p: p.read_bytes() for p in (tmp_path / "checkpoint").glob("step-3-*/*")}
+            assert contents.items() <= found.items()
+            contents = found
+        assert len({path.parent for path in contents}) == 3
+        run.dead.add("a")
+        answer = run.open().attach(member("b"))
+        assert answer.checkpoint is not None
+        assert Path(answer.checkpoint.path).name == run.folder(run.states[3]).name
+        assert answer.skipped == ()
+        found = journal.audit()
+        assert found.ok and found.superseded == 4 and len(found.history) == 4
+
+
 def test_a_run_folder_that_was_moved_is_gone_on_with(tmp_path):
     with Journal.open(tmp_path / "old/journal", events=EventList()) as journal:
         run = Run(tmp_path / "old", journal)
