@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -163,6 +164,17 @@ def test_nothing_is_served_after_the_step():
     joiner.shutdown()
 
 
+def test_who_waits_for_an_offer_is_told_when_the_donors_attempt_is_over(transports):
+    donor, joiner = transports
+    started_s = time.monotonic()
+    timer = threading.Timer(0.3, donor.disallow_checkpoint)
+    timer.start()
+    with pytest.raises(OSError, match="409"):
+        fetch(joiner, donor.metadata())
+    assert time.monotonic() - started_s < 4.0  # the limit is 5 s
+    timer.join()
+
+
 def test_without_the_token_nothing_is_served(transports):
     donor, _ = transports
     offer(donor, {"w": torch.ones(1)})
@@ -218,6 +230,24 @@ def test_a_restarted_lighthouse_never_repeats_an_id():
     lighthouse.result.max_step = 5
     third = client._quorum().quorum_id
     assert len({first, second, third}) == 3
+
+
+def test_who_was_missed_out_under_an_id_that_repeats_reconfigures_with_the_others():
+    """A restarted lighthouse: "a" commits alone under id 1, then both meet under id 2, which they
+    had before."""
+    lighthouse = Lighthouse()
+    ours, other = RendezvousClient(lighthouse), RendezvousClient(lighthouse)
+    lighthouse.result.quorum_id, lighthouse.result.max_step = 2, 5
+    before = ours._quorum(step=5).quorum_id
+    assert other._quorum(step=5).quorum_id == before
+    lighthouse.result.quorum_id, lighthouse.result.replica_ids = 1, ["a:1"]
+    other._quorum(step=5)
+    lighthouse.result.quorum_id, lighthouse.result.replica_ids = 2, ["a:1", "b:1"]
+    lighthouse.result.max_step = 7
+    after = ours._quorum(step=5).quorum_id
+    assert after == other._quorum(step=7).quorum_id != before
+    lighthouse.result.max_step = 8
+    assert ours._quorum(step=8).quorum_id == other._quorum(step=0).quorum_id == after
 
 
 def test_members_that_change_under_an_equal_id_reconfigure():

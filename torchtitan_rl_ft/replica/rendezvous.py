@@ -3,7 +3,8 @@
 torchft names the store prefix of a new process group after the quorum id alone. After a
 lighthouse restart ids start over, so a key can repeat and crash or stall survivors; and members
 can change under an equal id. This wraps the manager's client: the id that torchft sees changes
-whenever the members or the lighthouse's id change, and names members, id and step together.
+whenever the members or the lighthouse's id change, or this group has missed a quorum, and names
+members, id and step together.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class RendezvousClient:
     def _quorum(self, **kwargs: Any) -> QuorumView:
         result = self._client._quorum(**kwargs)
         members = (tuple(result.replica_ids), result.quorum_id)
-        if members != self._members:
+        # Others have committed without us, so they had another quorum in between and come anew to
+        # this one, though a restarted lighthouse may have counted up to its old id. At step 0 it
+        # is us who want a peer's state, and their process group is the old one.
+        step = kwargs.get("step", 0)
+        missed = 0 < step < result.max_step
+        if members != self._members or missed:
             self._id = rendezvous_id(result.replica_ids, result.quorum_id, result.max_step)
             self._members = members
         self.latest = QuorumView(result, self._id)

@@ -61,6 +61,7 @@ class StateTransport(CheckpointTransport[Any]):
         self.transfer: Transfer | None = None  # the last state that was fetched
         self._token = token
         self._staged: tuple[int, Any] | None = None
+        self._attempts = 0  # of the donor that are over
         self._changed = threading.Condition()
         self._timeout_s = timeout.total_seconds()
         transport = self
@@ -104,9 +105,13 @@ class StateTransport(CheckpointTransport[Any]):
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """The step is over. A reader in the middle keeps its copy."""
+        """The step is over. A reader in the middle keeps its copy; one that waits for an offer is
+        told that there is none: the donor's attempt has failed before, and while the reader waits
+        no quorum forms."""
         with self._changed:
             self._staged = None
+            self._attempts += 1
+            self._changed.notify_all()
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Raises OSError (unreachable, refused, too slow) or torch's unpickling error."""
@@ -136,7 +141,10 @@ class StateTransport(CheckpointTransport[Any]):
         step = request.path.removeprefix("/state/")
         with self._changed:
             # The joiner may know of the quorum before this donor has copied its state.
-            self._changed.wait_for(lambda: self._staged is not None, self._timeout_s)
+            now = self._attempts
+            self._changed.wait_for(
+                lambda: self._staged is not None or self._attempts != now, self._timeout_s
+            )
             staged = self._staged
         if staged is None or step != str(staged[0]):
             have = "nothing" if staged is None else f"step {staged[0]}"
