@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,35 @@ def test_killed_at_random_points_of_a_save_the_newest_complete_one_is_whole(tmp_
         trainer.manager.restore(Path(newest))
         assert trainer.step == step
         assert torch.equal(trainer.model.weight, torch.full((WIDTH, WIDTH), float(step)))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "shard"])
+def test_what_is_removed_by_hand_while_it_is_saved_is_a_failed_save(tmp_path, what):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        trainer = TinyTrainer(tmp_path, async_mode="async")
+        trainer.train()
+        removed = threading.Event()
+        trainer.manager._hashing.submit(removed.wait)
+        trainer.manager.save(1)
+        assert trainer.manager.save_future is not None
+        trainer.manager.save_future.result()  # all is written, and not looked at yet
+        if what == "checkpoint":
+            shutil.rmtree(tmp_path / "checkpoint")
+        else:
+            (trainer.path() / "__0_0.distcp").unlink()
+        removed.set()
+        trainer.manager.finish(wait=True)
+        (told,) = trainer.told
+        assert told.startswith("failed 1: ") and ("removed" in told or "No such file" in told)
+        assert not trainer.path().exists()
+        trainer.train()
+        trainer.manager.save(2)
+        trainer.manager.finish(wait=True)
+        assert trainer.told[-1] == "saved 2"
     finally:
         dist.destroy_process_group()
 

@@ -302,9 +302,13 @@ class RLCheckpointManager(CheckpointManager):
 
     def _commit(self, save: _Save, files: Mapping[str, FileMark]) -> list[str]:
         """Write the marker. Returns why it could not be written, if so."""
-        metadata = FileSystemReader(save.path).read_metadata().state_dict_metadata
-        parts = sorted(_parts(metadata, self.states))
         try:
+            metadata = FileSystemReader(save.path).read_metadata()
+            # What somebody has removed meanwhile was not hashed, and would not be missed.
+            written = {info.relative_path for info in (metadata.storage_data or {}).values()}
+            if gone := sorted(written - files.keys()):
+                return [f"{save.path / gone[0]} was removed while it was saved"]
+            parts = sorted(_parts(metadata.state_dict_metadata, self.states))
             write_marker(save.path, dataclasses.replace(save.marker, parts=parts, files=files))
         except OSError as e:
             return [_write_failure(e)]
@@ -314,8 +318,9 @@ class RLCheckpointManager(CheckpointManager):
         """A checkpoint could not be written: the older ones and the journal still have it all."""
         assert self._duty is not None
         if self._link.is_speaker:
-            free = shutil.disk_usage(path.parent).free // 2**20
-            reason = f"{reason} ({free} MiB are free in {path.parent})"
+            there = next(parent for parent in path.parents if parent.exists())
+            free = shutil.disk_usage(there).free // 2**20
+            reason = f"{reason} ({free} MiB are free in {there})"
             shutil.rmtree(path, ignore_errors=True)  # gives the space back
         self._duty.save_failed(marker.step, reason)
 
