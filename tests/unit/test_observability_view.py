@@ -67,6 +67,16 @@ def test_tail_gives_each_complete_line_once(tmp_path):
     assert tail.read() == []
 
 
+def test_tail_from_the_end_reads_nothing_of_before(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert JsonlTail(path, from_end=True).read() == []
+    path.write_bytes(b'{"a":1}\n')
+    tail = JsonlTail(path, from_end=True)
+    with open(path, "ab") as f:
+        f.write(b'{"b":2}\n')
+    assert tail.read() == [{"b": 2}]
+
+
 def test_events_go_on_when_their_file_is_removed_by_hand(tmp_path):
     path = tmp_path / "run" / "events.jsonl"
     log = EventLog(path, run="r", role="serving", name="serving")

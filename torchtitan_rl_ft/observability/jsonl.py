@@ -12,10 +12,11 @@ class JsonlTail:
     """Hands out the complete lines appended to a file since the last call. The file may not
     exist yet, and its last line may still be in the making."""
 
-    def __init__(self, path: Path, *, may_begin_anew: bool = False) -> None:
-        """`may_begin_anew`: it may be removed by hand, and is read from the start then."""
+    def __init__(self, path: Path, *, may_begin_anew: bool = False, from_end: bool = False) -> None:
+        """`may_begin_anew`: it may be removed by hand, and is read from the start then. `from_end`:
+        only what is appended from now on."""
         self._path, self._may_begin_anew = path, may_begin_anew
-        self._offset = 0
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
         self.unreadable = 0  # complete lines that were not JSON objects
 
     def read(self) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ class FirstCommit:
     """Tells when a group (no place: any) has reported a commit since this object was made."""
 
     def __init__(self, events: Path, place: str) -> None:
-        self._tail, self._place = JsonlTail(events, may_begin_anew=True), place
+        self._tail, self._place = JsonlTail(events, may_begin_anew=True, from_end=True), place
         self._since_mono_s = time.monotonic()
 
     def seen(self) -> bool:
