@@ -6,6 +6,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -44,5 +45,8 @@ def install(append: Callable[[Any, str, dict], None]) -> None:
 
 
 def thread_names() -> dict[str, int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return dict(Counter((task / "comm").read_text().strip() for task in tasks))
+    names: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is just ending
+            names[(task / "comm").read_text().strip()] += 1
+    return dict(names)

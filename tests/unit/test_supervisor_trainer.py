@@ -160,12 +160,11 @@ def test_free_port_is_free():
 REGROUPING = """
     import os, pathlib, sys, time
     from torchtitan_rl_ft.host import regroup
-    from torchtitan_rl_ft.host.phase_file import PhaseFile
+    from torchtitan_rl_ft.trainer import watch
 
     run = pathlib.Path(os.environ["TORCHTITAN_RL_FT_RUN"])
     rank, generation = os.environ["RANK"], int(os.environ[regroup.GENERATION_ENV])
-    file = PhaseFile(run / "phases", "trainer-1", rank)
-    file.start_again(generation)
+    file = watch.begin(run / "phases")
     def told(generation, port):
         with open(run / "told", "a") as f:
             f.write(f"{rank} {os.getpid()} {generation} {port}\\n")
@@ -178,14 +177,14 @@ REGROUPING = """
         lines = [l.split() for l in (run / "told").read_text().splitlines()]
         return {l[0] for l in lines if l[2] == str(generation)} == {"0", "1"}
     port = os.environ["MASTER_PORT"]
-    while generation < 2:
+    while True:
         file.enter("reduce", 1)  # one that is still starting when another dies is killed
         told(generation, port)
         wait_for(lambda: everybody(generation))
-        if rank == "1" and generation == 0:
+        if (rank, generation) in DEATHS:
             os.kill(os.getpid(), 9)
-        if generation == 1:
-            sys.exit(DEATH if rank == "1" else 0)
+        if generation == len(DEATHS):
+            sys.exit(0)
         file.enter(regroup.RESTARTING)
         wait_for(lambda: regroup.read(run / "phases", "trainer-1").generation > generation)
         found = regroup.read(run / "phases", "trainer-1")
@@ -194,11 +193,12 @@ REGROUPING = """
 """
 
 
-def regroup_run(folder, death, max_restarts, script=REGROUPING):
+def regroup_run(folder, max_restarts, deaths=(("1", 0),), script=REGROUPING):
+    """`deaths`: rank and generation, one in each."""
     events = EventList()
     limits = RestartLimits(max_restarts=max_restarts, window_s=100.0)
     regrouping = Regrouping(folder, "trainer-1", limits, events, free_port)
-    script = textwrap.dedent(script).replace("DEATH", str(death))
+    script = textwrap.dedent(script).replace("DEATHS", str(deaths))
     command = [sys.executable, "-c", script]
     group = RankGroup(folder, "trainer-1", command, env_of(folder, 2), regrouping=regrouping)
     folder.phases.mkdir()
@@ -209,7 +209,7 @@ def regroup_run(folder, death, max_restarts, script=REGROUPING):
 
 
 def test_a_dead_rank_alone_is_started_again_and_the_others_meet_it_in_place(folder):
-    code, lines, events = regroup_run(folder, 0, max_restarts=1)
+    code, lines, events = regroup_run(folder, max_restarts=1)
     assert code == 0
     pids = {(rank, generation): pid for rank, pid, generation, _ in lines}
     ports = {(rank, generation): port for rank, _, generation, port in lines}
@@ -220,6 +220,15 @@ def test_a_dead_rank_alone_is_started_again_and_the_others_meet_it_in_place(fold
     ]
 
 
+def test_the_new_process_of_a_rank_waits_for_the_next_generation_as_the_others_do(folder):
+    code, lines, events = regroup_run(folder, max_restarts=2, deaths=(("1", 0), ("0", 1)))
+    assert code == 0
+    assert [generation for *_, generation, _ in lines] == ["0", "0", "1", "1", "2", "2"]
+    pids = {(rank, generation): pid for rank, pid, generation, _ in lines}
+    assert pids["1", "1"] == pids["1", "2"] and pids["0", "1"] != pids["0", "2"]
+    assert [e["subject"] for e in events] == ["trainer-1.1", "trainer-1.0"]
+
+
 def test_a_rank_that_is_killed_since_it_was_still_starting_is_not_counted(folder):
     starting = """
         if (rank, generation) == ("0", 0):
@@ -228,7 +237,7 @@ def test_a_rank_that_is_killed_since_it_was_still_starting_is_not_counted(folder
         file.enter("reduce", 1)"""
     script = REGROUPING.replace('\n        file.enter("reduce", 1)', starting, 1)
     assert script != REGROUPING
-    code, lines, events = regroup_run(folder, 0, max_restarts=1, script=script)
+    code, lines, events = regroup_run(folder, max_restarts=1, script=script)
     assert code == 0 and [generation for *_, generation, _ in lines] == ["0", "0", "1", "1"]
     assert len({pid for _, pid, *_ in lines}) == 4
     assert [(e["kind"], e["phase"], e["subject"]) for e in events] == [
@@ -239,7 +248,7 @@ def test_a_rank_that_is_killed_since_it_was_still_starting_is_not_counted(folder
 
 
 def test_ranks_that_die_too_often_end_their_group(folder):
-    code, lines, events = regroup_run(folder, 0, max_restarts=0)
+    code, lines, events = regroup_run(folder, max_restarts=0)
     assert code == 128 + 9 and {generation for _, _, generation, _ in lines} == {"0"}
     (told,) = events
     assert (told["kind"], told["phase"]) == ("escalate", "group")

@@ -117,7 +117,7 @@ class PhaseFile:
     Raises OSError from `open` only: a full disk later must not end a step.
     """
 
-    def __init__(self, folder: Path, name: str, rank: str = "") -> None:
+    def __init__(self, folder: Path, name: str, rank: str = "", generation: int = 0) -> None:
         me = ProcessId.current()
         self._path = path_of(folder, me.pid)
         self._fd = self._open()
@@ -131,6 +131,7 @@ class PhaseFile:
             host=socket.gethostname(),
             phase="starting",
             since_mono_s=time.monotonic(),
+            generation=generation,
         )
         self._marks = self._beats = 0
         self._marked_mono_s = time.monotonic()

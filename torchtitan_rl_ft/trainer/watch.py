@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.phase_file import PhaseFile
 from torchtitan_rl_ft.host.phase_limits import Limits, waiting_limits
+from torchtitan_rl_ft.host.regroup import GENERATION_ENV
 from torchtitan_rl_ft.run_folder import REPLICA_ENV, RUN_ENV, STANDBY_ENV, RunFolder
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def begin(folder: Path) -> PhaseFile:
         faulthandler.register(STACKS_SIGNAL, file=_STDERR_FD, all_threads=True)
         standby = os.environ.get(STANDBY_ENV, "").partition(":")[0]
         name = standby or f"trainer-{os.environ.get(REPLICA_ENV, '0')}"
-        _mine = PhaseFile(folder, name, os.environ.get("RANK", "0"))
+        # A rank that is started again alone begins with the generation of its group.
+        generation = int(os.environ.get(GENERATION_ENV, "0"))
+        _mine = PhaseFile(folder, name, os.environ.get("RANK", "0"), generation)
         _guard = Guard(_mine)
         _guard.start()
     return _mine
