@@ -11,12 +11,15 @@ CHUNK_BYTES = 4096
 
 
 class SlowLink(TcpProxy):
-    """Forwards at `rate_bytes_s`, and cuts a connection after `cut_after_bytes`. 0: no limit."""
+    """Forwards after `delay_s`, at `rate_bytes_s`, and cuts a connection after `cut_after_bytes`.
+    0: at once, no limit."""
 
+    delay_s = 0.0
     rate_bytes_s = 0.0
     cut_after_bytes = 0
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(self.delay_s)
         sent, started_s = 0, time.monotonic()
         while data := await reader.read(CHUNK_BYTES):
             writer.write(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
@@ -169,6 +170,41 @@ def test_a_slow_heal_is_told_with_its_phases(alone, joiner):
     assert told.phase_s["transfer"] > 1.0
     assert sum(told.phase_s.values()) == pytest.approx(told.total_s, rel=0.05)
     assert_groups_equal(run, (0, 1), at_least=3)
+
+
+REJOINS = 20
+
+
+@pytest.mark.row("G3")
+@pytest.mark.scenario("R-3")
+def test_a_group_that_joins_again_and_again_trains_nothing_before_it_is_healed(tmp_path):
+    """The donor's answers are late by up to 0.2 s, each time by another while, once by 2 s."""
+    rng, listening, reached = random.Random(3), pair_of_free_ports(), pair_of_free_ports()
+    keys = {
+        **KEYS,
+        "fault_tolerance__heal_port": listening,
+        "fault_tolerance__heal_address": f"127.0.0.1:{reached}",
+    }
+    with (
+        SlowLinkThread(f"http://127.0.0.1:{listening}", reached) as thread,
+        TrainerRun(tmp_path / "run", steps=100_000, groups=2, forked=True, **keys) as run,
+    ):
+        run.start("host", "lighthouse", "trainer-0", host_args=("--slow-s", "0.05"))
+        go_on(run, 1)
+        for turn in range(REJOINS):
+            thread.link.delay_s = 2.0 if turn == 0 else rng.uniform(0.0, 0.2)
+            since, held = len(run.events("heal")), len(run.probes(1))
+            run.start("trainer-1")
+            run.wait_for(lambda n=held: len(run.probes(1)) >= n + 2, "two steps of the joiner")
+            (heal,) = run.events("heal")[since:]
+            mine = [e for e in run.events("phase") if e["pid"] == heal["pid"]]
+            early = {e["phase"] for e in mine if e["mono_s"] < heal["mono_s"]}
+            assert "forward_backward" not in early
+            assert heal["data"]["transfer_s"] >= thread.link.delay_s
+            run.kill("trainer-1")
+        assert run.processes["trainer-0"][0].poll() is None
+        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_groups_equal(run, (0, 1), at_least=2 * REJOINS)
 
 
 def address_of(run: TrainerRun, thread: SlowLinkThread) -> str:
