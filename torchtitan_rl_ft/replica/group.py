@@ -231,17 +231,19 @@ class ReplicaGroup(TorchFTManager):
     def _ask(self) -> None:
         assert self._manager is not None and self._client is not None
         self._client.latest = None
+        started_s = time.monotonic()
         try:
             self._manager.start_quorum(allow_heal=True)
         except (RuntimeError, TimeoutError) as e:
             if self._client.latest is not None:  # it stood; what failed came after
                 raise
-            c = self.config
+            c, waited_s = self.config, time.monotonic() - started_s
+            ranks = "every rank of this group, " if c.ranks_per_group > 1 else ""
             raise NoQuorum(
                 f"no quorum within fault_tolerance.quorum_timeout_s = {c.quorum_timeout_s}, "
-                f"quorum_retries = {c.quorum_retries} ({e}): the lighthouse "
-                f"({os.environ.get(LIGHTHOUSE_ENV)}) has to be up, and as many groups as "
-                "fault_tolerance.lighthouse_min_replicas says, or min_replica_size = "
+                f"quorum_retries = {c.quorum_retries} (after {waited_s:.1f} s: {e}): the "
+                f"lighthouse ({os.environ.get(LIGHTHOUSE_ENV)}) has to be up, {ranks}and as many "
+                "groups as fault_tolerance.lighthouse_min_replicas says, or min_replica_size = "
                 f"{c.min_replica_size} where that is 0"
             ) from e
 
