@@ -1,4 +1,5 @@
-"""Restart inside the living process: the same pid, nothing imported again, healed bitwise."""
+"""Restart inside the living process: the same pid, nothing imported again, healed bitwise. Groups
+of several ranks: test_wedged_groups.py."""
 
 import pytest
 from trainer_run import TrainerRun, assert_groups_equal, steps_of
@@ -50,27 +51,3 @@ def test_a_failed_step_restarts_in_process_until_that_is_used_up(tmp_path):
         assert end["phase"] == "role" and f"{RESTARTS} restarts within" in end["cause"]
         at = len(run.metrics())
         run.wait_step(at + 3)  # the other group goes on
-
-
-def test_a_lost_rank_is_replaced_and_the_others_of_its_group_begin_again_in_place(tmp_path):
-    """Lost in a collective of its group: the other rank notices at once."""
-    keys = {
-        "recovery__inprocess_restart": True,
-        "fault_tolerance__process_group_timeout_ms": 5000,
-    }
-    with TrainerRun(tmp_path / "run", steps=4000, groups=2, ranks=2, launched=True, **keys) as run:
-        run.start_all(host_args=("--slow-s", "0.05"))
-        together(run)
-        (launcher,) = run.processes["trainer-1"]
-        before = [run.lives(1, rank)[0]["pid"] for rank in (0, 1)]
-        run.order(1, "forward_backward", rank=1, act="kill")
-        run.wait_for(lambda: len(run.lives(1, 1)) == 2, "the new rank")
-        together(run)
-        after = [run.lives(1, rank)[-1]["pid"] for rank in (0, 1)]
-        assert after[0] == before[0] and after[1] != before[1]
-        assert launcher.poll() is None
-        phases = {(e["data"]["subject"], e["phase"]) for e in run.events("restart")}
-        assert phases >= {("trainer-1", "in_process"), ("trainer-1.1", "role")}
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
-        for rank in (0, 1):
-            assert_groups_equal(run, (0, 1), at_least=8, rank=rank)
