@@ -218,6 +218,8 @@ def test_step_line():
     assert step_line(made) == (
         "step 1/8  reward 0.250  policy age 0.0  groups 2/2  engines 1/2  1.50 s"
     )
+    made.add_metrics({"step": 2, "participants": 1.0})
+    assert step_line(made) == "step 2/8  groups 1/2  engines 1/2"
 
 
 def test_notices():

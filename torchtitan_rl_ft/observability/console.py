@@ -34,7 +34,10 @@ def step_line(view: RunView) -> str:
     ):
         if isinstance(value := view.metrics.get(key), int | float):
             parts.append(f"{label} {value:{form}}")
-    parts.append(f"groups {view.groups_alive}/{view.groups}")
+    # Who took part, also a group that was started by hand: no supervisor tells of that one.
+    took_part = view.metrics.get("participants")
+    groups = int(took_part) if isinstance(took_part, int | float) else view.groups_alive
+    parts.append(f"groups {groups}/{view.groups}")
     if view.engines:
         parts.append(f"engines {view.engines_serving}/{view.engines}")
     if isinstance(step_s := view.metrics.get("time/step_s"), int | float):
