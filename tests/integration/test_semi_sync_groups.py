@@ -77,7 +77,7 @@ def test_a_group_killed_in_a_window_costs_its_own_inner_steps_and_comes_back_equ
         "fault_tolerance__outer_momentum": 0.5,
         "checkpoint__interval": 3,
     }
-    with TrainerRun(tmp_path / "run", steps=1000, groups=2, **keys) as run:
+    with TrainerRun(tmp_path / "run", steps=1000, groups=2, forked=True, **keys) as run:
         run.start_all(HOST)
         run.wait_for(lambda: run.metrics() and run.metrics()[-1]["participants"] == 2, "both")
         hold = run.run.path / "hold-1"
@@ -137,7 +137,7 @@ def test_a_group_killed_in_a_window_costs_its_own_inner_steps_and_comes_back_equ
 def test_groups_of_two_ranks_take_the_mean_and_commit_no_number_that_is_not_finite(tmp_path):
     keys = {**WINDOW, "fault_tolerance__semi_sync_method": "local_sgd"}
     keys |= {"fault_tolerance__min_replica_size": 2}
-    with TrainerRun(tmp_path / "run", steps=12, groups=2, ranks=2, **keys) as run:
+    with TrainerRun(tmp_path / "run", steps=12, groups=2, ranks=2, forked=True, **keys) as run:
         run.start_all((*HOST, "--nan-step", "4"))
         codes = run.wait_exit("trainer-0") + run.wait_exit("trainer-1")
         assert 3 in codes and 0 not in codes, run.logs()

@@ -28,7 +28,10 @@ def test_what_hangs_is_ended_within_its_limit_and_the_others_go_on(tmp_path):
     """A call of C that holds the interpreter (torchft's beat goes on: the other group cannot form
     a quorum until this one is ended), a stopped process, and a hang that has let go of the GIL."""
     hangs = {"hold": SILENCE_S, "stop": SILENCE_S, "sleep": PHASE_S}
-    with TrainerRun(tmp_path / "run", steps=4000, groups=2, **KEYS) as run, watched(run.run):
+    with (
+        TrainerRun(tmp_path / "run", steps=4000, groups=2, forked=True, **KEYS) as run,
+        watched(run.run),
+    ):
         run.start_all(host_args=("--slow-s", "0.05"))
         for n, (act, limit_s) in enumerate(hangs.items()):
             run.wait_for(
@@ -74,18 +77,21 @@ def test_waiting_is_no_fault_and_limits_are_learned_for_the_next_start(tmp_path)
         "recovery__phase_timeout_s": 60,
         "fault_tolerance__min_replica_size": 2,
     }
-    with TrainerRun(tmp_path / "run", steps=4000, groups=2, **keys) as run, watched(run.run):
+    with (
+        TrainerRun(tmp_path / "run", steps=4000, groups=2, forked=True, **keys) as run,
+        watched(run.run),
+    ):
         run.start("host", "lighthouse", "trainer-0", host_args=("--slow-s", "0.05"))
         run.wait_for(
             lambda: any(e["phase"] == "quorum" for e in run.events("phase")),
             "the quorum that does not form",
         )
-        time.sleep(SILENCE_S + PHASE_S)
+        time.sleep(PHASE_S + 3)
         run.start("trainer-1")
         run.wait_step(12)
         pause = run.run.path / "pause-host"
         pause.touch()
-        time.sleep(SILENCE_S + PHASE_S)
+        time.sleep(PHASE_S + 3)
         pause.unlink()
         run.wait_step(len(run.metrics()) + 5)
         assert not [e for e in run.events("fault") if e.get("phase") == "wedged"]
