@@ -69,11 +69,6 @@ class Partials(Tables):
             found.append(Piece(sample, start, *lists, finish_reason))
         return found
 
-    def forget_partial(self, group_id: int) -> None:
-        """What a group had is of no use any more."""
-        with self._db.write() as db:
-            forget(db, group_id)
-
 
 def forget(db: sqlite3.Connection, group_id: int) -> None:
     db.execute("DELETE FROM partials WHERE group_id = ?", (group_id,))

@@ -24,6 +24,17 @@ class RequestError(Exception):
         self.status = status
 
 
+async def json_body(request: web.Request) -> dict[str, Any]:
+    """Raises RequestError (400)."""
+    try:
+        body = await request.json()
+    except ValueError as e:
+        raise RequestError(400, f"body is not JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise RequestError(400, "body is not a JSON object")
+    return body
+
+
 def error_response(status: int, message: str) -> web.Response:
     return web.json_response({"error": message}, status=status)
 

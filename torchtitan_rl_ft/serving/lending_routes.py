@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from aiohttp import web
 
-from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.rpc.server import RequestError, json_body
 from torchtitan_rl_ft.serving.lending import NotLent
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.service import ServingService
@@ -20,7 +18,7 @@ class LendingRoutes:
         return [web.post("/v1/lend", self.lend), web.post("/v1/return", self.give_back)]
 
     async def lend(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_body(request)
         try:
             timeout_s, borrower = float(body["timeout_s"]), str(body.get("borrower") or "")
         except (KeyError, ValueError, TypeError) as e:
@@ -38,7 +36,7 @@ class LendingRoutes:
         return web.json_response({"slot": slot, "devices": self._service.devices(slot)})
 
     async def give_back(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_body(request)
         slot = body.get("slot")
         if type(slot) is not int:
             raise RequestError(400, f"slot is {slot!r}: a slot's number")
@@ -48,13 +46,3 @@ class LendingRoutes:
         except (NotOwner, NotLent) as e:
             raise RequestError(409, str(e)) from e
         return web.json_response({})
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as e:
-        raise RequestError(400, f"the body is not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise RequestError(400, "the body is not a JSON object")
-    return body

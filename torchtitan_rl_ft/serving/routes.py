@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from torchtitan_rl_ft.config.groups import POLICY
-from torchtitan_rl_ft.rpc.server import RequestError
+from torchtitan_rl_ft.rpc.server import RequestError, json_body
 from torchtitan_rl_ft.serving.answers import Answer, Told
 from torchtitan_rl_ft.serving.memory import ReleaseFailed
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
@@ -53,7 +53,7 @@ class Routes:
         ]
 
     async def publish(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await json_body(request)
         wait = body.get("wait", "none")
         if wait not in ("first", "all", "none"):
             raise RequestError(400, f"wait is {wait!r}: first, all or none")
@@ -105,7 +105,7 @@ class Routes:
         current one, instead of generating again. When every caller has gone, so does the request,
         also in the engine. A caller that wants to be told of unfinished samples gets a stream of
         lines as soon as there is something to tell."""
-        asked = _generate_request(await _body(request))
+        asked = _generate_request(await json_body(request))
         admission = self._service.admission
         if not await admission.opened(asked.timeout_s):
             raise RequestError(503, f"no request was taken: {admission.closed}")
@@ -134,11 +134,11 @@ class Routes:
         return web.json_response({**self._service.status(), **owned})
 
     async def check(self, request: web.Request) -> web.Response:
-        timeout_s = _number(await _body(request), "timeout_s")
+        timeout_s = _number(await json_body(request), "timeout_s")
         return web.json_response(await self._service.check(timeout_s))
 
     async def release(self, request: web.Request) -> web.Response:
-        timeout_s = _number(await _body(request), "timeout_s")
+        timeout_s = _number(await json_body(request), "timeout_s")
         try:
             released = await self._service.release(timeout_s)
         except NotColocated as e:
@@ -226,16 +226,6 @@ def _check_lengths(sampling: dict[str, Any]) -> None:
             raise RequestError(400, f"sampling.{name} is {sampling[name]!r}: an integer from 0 on")
     if sampling.get("stop_token_ids") is not None:
         _integers(sampling, "stop_token_ids")
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as e:
-        raise RequestError(400, f"body is not JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise RequestError(400, "body is not a JSON object")
-    return body
 
 
 def _field(body: dict[str, Any], name: str, kind: type) -> Any:
