@@ -12,14 +12,19 @@ A rank whose interpreter is stopped or held writes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_rl_ft.run_folder import write_atomic
+from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, write_atomic
+
+if TYPE_CHECKING:
+    from torchtitan.config import CommConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,18 @@ def dump() -> bytes:
     return _distributed_c10d._dump_fr_trace()  # pyrefly: ignore[missing-attribute]
 
 
+def of_group(
+    comm: CommConfig, run: Path, replica_id: int
+) -> contextlib.AbstractContextManager[None]:
+    """Kept while this rank of a group trains, under [comm]; nothing without a buffer."""
+    if comm.trace_buf_size <= 0:
+        return contextlib.nullcontext()
+    folder = run / comm.save_traces_folder / f"trainer-{replica_id}"
+    folder /= f"attempt_{os.environ.get(ATTEMPT_ENV, '1')}"
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return FlightRecord(folder, comm.save_traces_file_prefix, rank, ranks).kept()
+
+
 class FlightRecord:
     """This rank's file, and an eye on those of the other ranks."""
 
@@ -45,7 +62,7 @@ class FlightRecord:
         self._over = threading.Event()
         self._writing = threading.Lock()
 
-    @contextmanager
+    @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Write it when the block raises, or another rank has written its own meanwhile."""
         threading.Thread(target=self._watch, name="flight-record", daemon=True).start()

@@ -6,7 +6,6 @@ One call of `train_step` is one committed step, however many attempts it takes
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -38,18 +37,15 @@ from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
-from torchtitan_rl_ft.trainer import watch
+from torchtitan_rl_ft.trainer import flight_record, watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
-from torchtitan_rl_ft.trainer.anomalies import AnomalyWatch
-from torchtitan_rl_ft.trainer.attempt import Attempt, Guards, Placement
+from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
-from torchtitan_rl_ft.trainer.flight_record import FlightRecord
-from torchtitan_rl_ft.trainer.gradients import local_gradients
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.layout import group_layout, model_identity
 from torchtitan_rl_ft.trainer.lineage import Lineage
-from torchtitan_rl_ft.trainer.numeric_watch import NumericWatch
+from torchtitan_rl_ft.trainer.numeric_guards import guards_of, watch_of
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
 from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
 from torchtitan_rl_ft.trainer.presence import (
@@ -61,7 +57,6 @@ from torchtitan_rl_ft.trainer.presence import (
 from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
 from torchtitan_rl_ft.trainer.random_state import RandomState, seed_all
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
-from torchtitan_rl_ft.trainer.rerun import Rerun
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.standby import BUILT, Place, await_place, waits
@@ -160,7 +155,13 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             clock=self.clock,
             events=self.events,
             model=self,
-            numbers=self._build_watch(),
+            numbers=watch_of(
+                config.recovery,
+                self._placement,
+                self._guards.rerun,
+                self.model_parts,
+                self.events,
+            ),
             train_dumps=self._build_train_dumps(),
             heal_warn_share=config.fault_tolerance.heal_warn_share,
         )
@@ -209,6 +210,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             degree=mesh.size() if mesh is not None else 1,
             group=mesh.get_group() if mesh is not None else None,
         )
+        self._guards = guards_of(config.recovery, self._placement.degree, self._equal_tensors)
         assert isinstance(self.loss_fn, PolicyLoss)
         parts: dict[str, Any] = {
             "group": self.ft_manager,
@@ -222,7 +224,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             "seq_len": config.training.seq_len,
             # Graph capture and compiled code want one shape; eager code is faster on short rows.
             "fixed_rows": config.compile.enable or not config.training.disable_cuda_graphs,
-            "guards": self._build_guards(),
+            "guards": self._guards,
         }
         if self._outer is None:
             return Attempt(**parts, reseed=self.seed_step)
@@ -240,43 +242,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         )
         return self._window
 
-    def _build_guards(self) -> Guards:
-        recovery = self.config.recovery
-        self._rerun = None
-        if recovery.rerun_mode != "disabled":
-            degree = self._placement.degree
-            self._rerun = Rerun(recovery.rerun_mode, recovery.rerun_interval, degree)
-        return Guards(
-            finite=recovery.check_for_nan_in_loss_and_grad,
-            rerun=self._rerun,
-            hashed=self._equal_tensors if recovery.replica_hash_interval else None,
-            hash_interval=recovery.replica_hash_interval or 1,
-        )
-
     def _equal_tensors(self) -> dict[str, torch.Tensor]:
         return self.state.tensors() if self._window is None else self._window.equal_tensors()
-
-    def _build_watch(self) -> NumericWatch:
-        recovery = self.config.recovery
-        anomalies = AnomalyWatch(
-            loss=recovery.check_for_spiky_loss,
-            gradients=recovery.check_for_large_grads,
-            factor=recovery.anomaly_factor,
-            warmup_steps=recovery.anomaly_warmup_steps,
-            degree=self._placement.degree,
-        )
-        return NumericWatch(self.events, anomalies, self._largest_gradient, self._rerun)
-
-    def _largest_gradient(self) -> tuple[str, float]:
-        """Its parameter's name, and its share of all squared norms."""
-        names = [
-            n for part in self.model_parts for n, p in part.named_parameters() if p.requires_grad
-        ]
-        held = local_gradients(self._parameters())
-        squares = torch.stack([g.double().square().sum() for g in held])
-        self._placement.sum(squares)
-        at = int(squares.argmax())
-        return names[at], float(squares[at] / squares.sum())
 
     def _build_adapter(self) -> Any:
         spec = self.config.model_spec
@@ -310,9 +277,10 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.stepper.attach()
         lineage = self.lineage
         self.ft_manager.join(self.state, self._token, lineage.step, lineage.batches_committed)
+        replica_id = self.config.fault_tolerance.replica_id
         self.link.tell(lambda: self._beats.start(self.lineage.state, self.clock.phase))
         try:
-            with self._flight_record():
+            with flight_record.of_group(self.config.comm, self.run_folder.path, replica_id):
                 super().train()
         finally:
             self._beats.stop()
@@ -323,16 +291,6 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         if self.stopped.outcome in STARTED_AGAIN:
             self.close()
             raise SystemExit(ExitCode.REQUEUE)
-
-    def _flight_record(self) -> contextlib.AbstractContextManager[None]:
-        comm = self.config.comm
-        if comm.trace_buf_size <= 0:
-            return contextlib.nullcontext()
-        group = f"trainer-{self.config.fault_tolerance.replica_id}"
-        folder = self.run_folder.path / comm.save_traces_folder / group
-        folder /= f"attempt_{os.environ.get(ATTEMPT_ENV, '1')}"
-        rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        return FlightRecord(folder, comm.save_traces_file_prefix, rank, ranks).kept()
 
     def should_continue_training(self) -> bool:
         """Until the ledger says stop: after the last step there may be a policy to publish."""
