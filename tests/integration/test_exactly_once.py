@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from trainer_run import TrainerRun
 
 from torchtitan_rl_ft import cli
-from torchtitan_rl_ft.journal.checkpoints import MARKER
+from torchtitan_rl_ft.journal.checkpoints import MARKER, read_marker
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 
 pytestmark = pytest.mark.timeout(400)
@@ -286,6 +286,11 @@ def test_everything_resumes_from_one_step_whatever_else_is_there(tmp_path):
         held_before = held(run, 0)
 
         (saved,) = (run.run.path / "checkpoint").glob("step-5-*")
+        committed, fifth = read_marker(saved), before.audit.history[4]
+        assert (committed.step, committed.token) == (5, fifth.token)
+        assert committed.batch == {"id": fifth.batch_id, "digest": fifth.digest}
+        published = {e["version"]: e["step"] for e in run.events("publish")}
+        assert published[committed.policy_version] in (4, 5)  # as the save began
         for name, marked in (("step-9-00000000", True), ("step-8-11111111", False)):
             shutil.copytree(saved, saved.with_name(name))
             marker = saved.with_name(name) / MARKER
@@ -310,3 +315,30 @@ def test_everything_resumes_from_one_step_whatever_else_is_there(tmp_path):
     complete = [m.parent.name for m in (run.run.path / "checkpoint").glob(f"step-*/{MARKER}")]
     ours = [name for name in complete if name != "step-9-00000000"]
     assert len(ours) <= 2 and any(name.startswith("step-30-") for name in ours)
+
+
+@pytest.mark.scenario("C-3")
+@pytest.mark.row("E6")
+def test_two_groups_of_two_ranks_go_on_as_three_of_one(tmp_path):
+    """The cursor is the journal's, of no group or rank: each sample once, whoever is there."""
+    keys = {"fault_tolerance__min_replica_size": 2, "checkpoint__interval": 5}
+    with TrainerRun(tmp_path / "run", steps=12, groups=2, ranks=2, forked=True, **keys) as run:
+        die_after(run, 8)
+        before = LedgerReport.of(run.run.journal)
+        run.set(
+            fault_tolerance__replica_groups=3,
+            fault_tolerance__ranks_per_group=1,
+            fault_tolerance__min_replica_size=3,
+        )
+        run.groups, run.ranks = 3, 1
+        run.start_all()
+        for group in range(3):
+            assert run.wait_exit(f"trainer-{group}") == [0], run.logs()
+    after = LedgerReport.of(run.run.journal)
+    assert after.audit.ok and after.audit.counts["trained"] == sum(after.audit.counts.values())
+    assert [c.batch_id for c in after.audit.history] == list(range(1, 13))
+    assert [c.participants for c in after.audit.history] == [2] * 5 + [3] * 7
+    digests = [c.digest for c in after.audit.history]
+    assert digests[:8] == [c.digest for c in before.audit.history]
+    assert {e["step"] for e in run.events("restore")} == {5}
+    assert set(after.shares) == {"trainer-0", "trainer-1", "trainer-2"}
