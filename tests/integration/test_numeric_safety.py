@@ -115,3 +115,21 @@ def test_without_the_guard_what_is_not_finite_is_not_published_all_the_same(tmp_
         assert (
             "holds NaN or infinity; not published" in (run.run.path / "trainer-0.0.log").read_text()
         )
+
+
+@pytest.mark.scenario("N-1")
+def test_an_update_that_overflows_is_neither_published_nor_saved(tmp_path):
+    """Loss and gradients are finite up to the update: only what it made is not."""
+    keys = {
+        "optimizer__lr": 1e40,
+        "lr_scheduler__warmup_steps": 0,
+        "checkpoint__interval": 1,
+        "fault_tolerance__min_replica_size": 2,  # one publishes, the other one would save
+    }
+    with TrainerRun(tmp_path / "run", steps=12, groups=2, forked=True, **keys) as run:
+        run.start_all()
+        run.wait_for(
+            lambda: any("parameters are not finite" in e["cause"] for e in run.events("fault")),
+            "the save that is refused",
+        )
+        assert not run.events("publish") and not run.events("checkpoint")

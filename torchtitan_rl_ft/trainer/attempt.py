@@ -279,8 +279,9 @@ class Attempt:
         return tuple(differences(table, names, self._placement.degree))
 
 
-def all_finite(gradients: list[torch.Tensor]) -> bool:
-    norms = torch._foreach_norm([g for g in gradients if g.numel()])
+def all_finite(tensors: list[torch.Tensor]) -> bool:
+    """A norm that overflows counts as not finite."""
+    norms = torch._foreach_norm([t for t in tensors if t.numel()])
     return bool(torch.isfinite(torch.stack(norms)).all()) if norms else True
 
 

@@ -35,11 +35,12 @@ from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.platform import torchtitan_cpu
 from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
+from torchtitan_rl_ft.replica.shards import local_shard
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import flight_record, watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
-from torchtitan_rl_ft.trainer.attempt import Attempt, Placement
+from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, all_finite
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
 from torchtitan_rl_ft.trainer.group_link import GroupLink
@@ -439,6 +440,12 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     # Saving (checkpoint.SaveDuty) -------------------------------------------------------
 
     def may_save(self, step: int) -> bool:
+        """False also when the update has made numbers of finite gradients that are not finite: no
+        later start may find them."""
+        finite = all_finite([local_shard(p.detach()) for p in self._parameters()])
+        if not self.link.all_agree(finite):
+            self.save_failed(step, "parameters are not finite")
+            return False
         return self.stepper.may_save()
 
     def marker(self) -> Marker:
