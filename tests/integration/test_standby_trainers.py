@@ -4,20 +4,11 @@ import time
 
 import psutil
 import pytest
-from trainer_run import TrainerRun
+from trainer_run import TrainerRun, assert_groups_equal
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.row("M3")]
 
 IDLE_LOOK_S = 2.0
-
-
-def assert_groups_equal(run, at_least):
-    """Bitwise: parameters, optimizer, learning rate, scheduler, history, at every common step."""
-    one, other = run.probe(0), run.probe(1)
-    common = sorted(set(one) & set(other))
-    assert len(common) >= at_least
-    for step in common:
-        assert one[step] == other[step], f"groups differ at step {step}"
 
 
 def cpu_s(processes):
@@ -50,7 +41,7 @@ def test_a_standby_of_two_ranks_waits_asleep_and_takes_a_lost_groups_place(tmp_p
         run.wait_step(back + 10)
         assert run.metrics()[-1]["participants"] == 2
         assert [m["step"] for m in run.metrics()] == list(range(1, len(run.metrics()) + 1))
-        assert_groups_equal(run, at_least=10)
+        assert_groups_equal(run, (0, 1), at_least=10)
         assert run.probe(1)[max(run.probe(1))]["step"] > back
         healed = [e for e in run.events("heal") if e["mono_s"] > killed_mono_s]
         assert healed[0]["pid"] == waiting[0].pid and healed[0]["attempt"] == 2
