@@ -104,6 +104,8 @@ def done(tmp_path_factory, routes) -> Iterator[Done]:
     with Job(path) as job:
         job.start("--training.steps", str(STEPS), *DUMPS)
         job.wait_step(2)
+        for engine in ENGINES:  # the first steps need only one of them
+            job.wait_event(Kind.TRANSITION, subject=engine, new="serving")
         live = look(job, routes)
         yield Done(job, job.end(), live)
 

@@ -128,13 +128,14 @@ def test_every_route_needs_the_token(real_serving: ServingRole) -> None:
 
 @pytest.mark.row("D8")
 def test_a_running_answer_spans_versions(real_serving: ServingRole) -> None:
-    before = real_serving.status()["version"]
+    status = real_serving.status()
+    before, drawn = status["version"], status["drawn_tokens"]
     with ThreadPoolExecutor(8) as threads:
         asked = [
             threads.submit(real_serving.generate, f"span-{i}", n=4, sampling=LONG) for i in range(8)
         ]
-        real_serving.until(lambda: real_serving.status()["in_flight"] == 32, 10)
-        time.sleep(0.15)
+        real_serving.until(lambda: real_serving.status()["in_flight"] == 32, 20)
+        real_serving.until(lambda: real_serving.status()["drawn_tokens"] > drawn + 32 * 32, 20)
         answer = real_serving.publish(2, scale=1.02)
         samples = [s for future in asked for s in future.result()]
     assert answer == {"version": before + 1, "installed": [0, 1]}

@@ -127,7 +127,7 @@ def test_a_lent_engine_loses_no_token_and_comes_back(real_serving: ServingRole) 
     with ThreadPoolExecutor(GROUPS) as threads:
         asked = [threads.submit(group, real_serving, "lent", g) for g in range(GROUPS)]
         some = GROUPS * SAMPLES // 2 * TOKENS // 4
-        real_serving.until(lambda: tokens_held(real_serving.engines()[1]) > some, 20)
+        real_serving.until(lambda: tokens_held(real_serving.engines()[1]) > some, 60)
         lent = real_serving.client.post(
             "/v1/lend", {"timeout_s": 20.0, "borrower": "trainer-1"}, deadline_s=40
         )
