@@ -45,8 +45,6 @@ async def until_listed(pool: Pool, n: int) -> None:
 
 
 SLOW = {0: [{"token_s": 0.05}], 1: [{"token_s": 0.05}]}
-SLOWER = {0: [{"token_s": 0.25}], 1: [{"token_s": 0.25}]}
-"""An answer takes 2 s: longer than a busy machine takes to see that all have begun."""
 
 
 async def test_the_gateway_gives_what_the_engines_give(tmp_path: Path, model: Path) -> None:
@@ -83,16 +81,16 @@ async def test_the_gateway_gives_what_the_engines_give(tmp_path: Path, model: Pa
 async def test_a_dead_engine_leaves_the_list_and_its_requests_go_on_elsewhere(
     tmp_path: Path, model: Path
 ) -> None:
-    async with open_pool(tmp_path, model, router="smg", faults=SLOWER) as pool:
+    async with open_pool(tmp_path, model, router="smg", faults=SLOW) as pool:
         await pool.publish(0)
         await until_listed(pool, 2)
         groups = [asyncio.create_task(pool.generate(f"g{i}", n=4)) for i in range(16)]
-        await pool.until(lambda: pool.service.status()["drawn_tokens"] >= 64)
+        await asyncio.sleep(0.2)
         dead = pool.service.pool.slots[1].engine
         assert dead is not None
         os.kill(dead.process.id.pid, signal.SIGKILL)
         await pool.until(lambda: bool(pool.seen("exit", subject="engine-1")))
-        # By the time it is buried, the gateway knows.
+        # By the time it is buried, it is out of the list that the gateway is brought to.
         assert listed(pool) == ["engine-0"]
         await pool.until(lambda: dead.client.url not in gateway(pool)["known"])
         samples = [s for g in await asyncio.gather(*groups) for s in g]
@@ -109,7 +107,7 @@ async def test_a_gateway_that_refuses_a_removal_once_keeps_nobody_from_the_rest(
     tmp_path: Path, model: Path
 ) -> None:
     async with open_pool(
-        tmp_path, model, router="smg", gateway_program=fake_program, faults=SLOWER
+        tmp_path, model, router="smg", gateway_program=fake_program, faults=SLOW
     ) as pool:
         await pool.publish(0)
         await until_listed(pool, 2)
@@ -118,7 +116,7 @@ async def test_a_gateway_that_refuses_a_removal_once_keeps_nobody_from_the_rest(
         async with pool.http.post(gateway(pool)["url"] + "/fault", json={"delete_status": 500}):
             pass
         groups = [asyncio.create_task(pool.generate(f"g{i}", n=4)) for i in range(8)]
-        await pool.until(lambda: pool.service.status()["drawn_tokens"] >= 32)
+        await asyncio.sleep(0.2)
         os.kill(dead.process.id.pid, signal.SIGKILL)
         await asyncio.gather(*groups)
         await pool.until(lambda: dead.client.url not in gateway(pool)["known"])
