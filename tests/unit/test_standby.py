@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_supervisor_keeper import FOREVER, Job, gone_within, sh
+from test_supervisor_keeper import FOREVER, Job, end_all, sh
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventList, Kind
@@ -132,11 +132,7 @@ def start(tmp_path, monkeypatch):
         return jobs[-1]
 
     yield make
-    for job in jobs:
-        if job.process.poll() is None:
-            job.process.kill()
-        job.process.wait()
-        assert gone_within(job.all_processes(), 5.0)
+    end_all(jobs)
 
 
 def waiting(folder, name="standby-0", manner="accept"):

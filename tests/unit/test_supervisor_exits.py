@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from test_supervisor_keeper import Job, gone_within, sh
+from test_supervisor_keeper import Job, end_all, sh
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import Kind
@@ -26,11 +26,7 @@ def start(tmp_path):
         return jobs[-1]
 
     yield make
-    for job in jobs:
-        if job.process.poll() is None:
-            job.process.kill()
-        job.process.wait()
-        assert gone_within(job.all_processes(), 5.0)
+    end_all(jobs)
 
 
 def ends_when_asked(folder, code):

@@ -109,6 +109,11 @@ def start(tmp_path):
         return jobs[-1]
 
     yield make
+    end_all(jobs)
+
+
+def end_all(jobs):
+    """At the end of a test: no job, and nothing that it has started."""
     for job in jobs:
         if job.process.poll() is None:
             job.process.kill()

@@ -18,7 +18,7 @@ from torchtitan_rl_ft.journal.records import digest
 from torchtitan_rl_ft.observability.events import EventList, Kind
 from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
-from torchtitan_rl_ft.trainer.attempt import Guards, Placement, Work
+from torchtitan_rl_ft.trainer.attempt import Guards, Parts, Placement, Work
 from torchtitan_rl_ft.trainer.coverage import Claim
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.outer_optimizer import outer_optimizer
@@ -118,7 +118,7 @@ class Trainer:
         )
         self.poisoned, self.kill_at, self.steps_done = set(), None, []
         parameters = list(self.model.parameters())
-        self.attempt = WindowAttempt(
+        parts = Parts(
             group=self.group,
             placement=Placement(0, 1, None),
             parameters=parameters,
@@ -130,6 +130,9 @@ class Trainer:
             seq_len=32,
             fixed_rows=False,
             guards=Guards(),
+        )
+        self.attempt = WindowAttempt(
+            parts,
             link=GroupLink(),
             work=WindowWork(parameters, self.state.optimizer_tensors),
             outer=self.outer,

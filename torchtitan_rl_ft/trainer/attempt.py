@@ -93,31 +93,34 @@ class Guards:
     """Steps between two comparisons of `hashed`."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What an attempt works with."""
+
+    group: ReplicaGroup
+    placement: Placement
+    parameters: list[torch.nn.Parameter]
+    loss: PolicyLoss
+    forward_backward: Callable[[MicroBatch], torch.Tensor]
+    clip: Callable[[], torch.Tensor]
+    enter: Callable[[str], None]
+    rows: int
+    seq_len: int
+    fixed_rows: bool
+    guards: Guards
+
+
 class Attempt:
     """Forward, backward, sums, proof and vote on given seams."""
 
-    def __init__(
-        self,
-        *,
-        group: ReplicaGroup,
-        placement: Placement,
-        parameters: list[torch.nn.Parameter],
-        loss: PolicyLoss,
-        forward_backward: Callable[[MicroBatch], torch.Tensor],
-        clip: Callable[[], torch.Tensor],
-        enter: Callable[[str], None],
-        rows: int,
-        seq_len: int,
-        fixed_rows: bool,
-        reseed: Callable[[], None],
-        guards: Guards,
-    ) -> None:
+    def __init__(self, parts: Parts, *, reseed: Callable[[], None]) -> None:
         """`reseed`: the step's random numbers from their start."""
-        self._group, self._placement = group, placement
-        self._parameters, self._loss = parameters, loss
-        self._forward_backward, self._clip, self._enter = forward_backward, clip, enter
-        self._rows, self._seq_len, self._fixed_rows = rows, seq_len, fixed_rows
-        self._reseed, self._guards = reseed, guards
+        self._group, self._placement = parts.group, parts.placement
+        self._parameters, self._loss = parts.parameters, parts.loss
+        self._forward_backward = parts.forward_backward
+        self._clip, self._enter = parts.clip, parts.enter
+        self._rows, self._seq_len, self._fixed_rows = parts.rows, parts.seq_len, parts.fixed_rows
+        self._reseed, self._guards = reseed, parts.guards
 
     def run(self, work: Work) -> Result:
         """Gradients are left in the parameters, clipped, when the result is committed."""

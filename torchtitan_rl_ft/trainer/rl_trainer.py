@@ -40,7 +40,7 @@ from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import flight_record, watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
-from torchtitan_rl_ft.trainer.attempt import Attempt, Placement, all_finite
+from torchtitan_rl_ft.trainer.attempt import Attempt, Parts, Placement, all_finite
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
 from torchtitan_rl_ft.trainer.group_link import GroupLink
@@ -213,26 +213,26 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         )
         self._guards = guards_of(config.recovery, self._placement.degree, self._equal_tensors)
         assert isinstance(self.loss_fn, PolicyLoss)
-        parts: dict[str, Any] = {
-            "group": self.ft_manager,
-            "placement": self._placement,
-            "parameters": self._parameters(),
-            "loss": self.loss_fn,
-            "forward_backward": self._forward_backward,
-            "clip": self._clip,
-            "enter": lambda phase: self.stepper.enter(phase),
-            "rows": config.training.local_batch_size,
-            "seq_len": config.training.seq_len,
+        parts = Parts(
+            group=self.ft_manager,
+            placement=self._placement,
+            parameters=self._parameters(),
+            loss=self.loss_fn,
+            forward_backward=self._forward_backward,
+            clip=self._clip,
+            enter=lambda phase: self.stepper.enter(phase),
+            rows=config.training.local_batch_size,
+            seq_len=config.training.seq_len,
             # Graph capture and compiled code want one shape; eager code is faster on short rows.
-            "fixed_rows": config.compile.enable or not config.training.disable_cuda_graphs,
-            "guards": self._guards,
-        }
+            fixed_rows=config.compile.enable or not config.training.disable_cuda_graphs,
+            guards=self._guards,
+        )
         if self._outer is None:
-            return Attempt(**parts, reseed=self.seed_step)
+            return Attempt(parts, reseed=self.seed_step)
         self._window = WindowAttempt(
-            **parts,
+            parts,
             link=self.link,
-            work=WindowWork(parts["parameters"], self.state.optimizer_tensors),
+            work=WindowWork(parts.parameters, self.state.optimizer_tensors),
             outer=self._outer,
             norm=lambda: self._clip(math.inf),
             inner_update=self.optimizers.step,

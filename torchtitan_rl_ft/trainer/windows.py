@@ -22,13 +22,12 @@ import torch
 from torchtitan_rl_ft.journal.records import SealedBatch
 from torchtitan_rl_ft.journal.views import view
 from torchtitan_rl_ft.observability.events import EventSink, Kind
-from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
+from torchtitan_rl_ft.replica.group import Quorum
 from torchtitan_rl_ft.replica.shards import local_shard
 from torchtitan_rl_ft.trainer import coverage, window_plan
 from torchtitan_rl_ft.trainer.attempt import (
     Attempt,
-    Guards,
-    Placement,
+    Parts,
     Result,
     Work,
     all_finite,
@@ -38,8 +37,7 @@ from torchtitan_rl_ft.trainer.coverage import CoverageError
 from torchtitan_rl_ft.trainer.gradients import local_gradients, sum_over_groups
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.outer_optimizer import OuterOptimizer
-from torchtitan_rl_ft.trainer.policy_loss import PolicyLoss
-from torchtitan_rl_ft.trainer.rows import MicroBatch, micro_batches, row_length, unpack
+from torchtitan_rl_ft.trainer.rows import micro_batches, row_length, unpack
 from torchtitan_rl_ft.trainer.window_plan import Opening, Plan
 from torchtitan_rl_ft.trainer.window_work import WindowWork
 
@@ -53,18 +51,8 @@ class WindowAttempt(Attempt):
 
     def __init__(
         self,
+        parts: Parts,
         *,
-        group: ReplicaGroup,
-        placement: Placement,
-        parameters: list[torch.nn.Parameter],
-        loss: PolicyLoss,
-        forward_backward: Callable[[MicroBatch], torch.Tensor],
-        clip: Callable[[], torch.Tensor],
-        enter: Callable[[str], None],
-        rows: int,
-        seq_len: int,
-        fixed_rows: bool,
-        guards: Guards,
         link: GroupLink,
         work: WindowWork,
         outer: OuterOptimizer,
@@ -75,25 +63,12 @@ class WindowAttempt(Attempt):
         sync_steps: int,
         events: EventSink,
     ) -> None:
-        """`clip`: of an inner step's gradients; `norm`: of gradients, which are left as they are.
-        `inner_update`: one step of the inner optimizer. `seed`: the random numbers of an inner
-        step."""
-        super().__init__(
-            group=group,
-            placement=placement,
-            parameters=parameters,
-            loss=loss,
-            forward_backward=forward_backward,
-            clip=norm,
-            enter=enter,
-            rows=rows,
-            seq_len=seq_len,
-            fixed_rows=fixed_rows,
-            reseed=lambda: seed(0),
-            guards=guards,
-        )
+        """`parts.clip`: of an inner step's gradients; `norm`: of gradients, which are left as they
+        are. `inner_update`: one step of the inner optimizer. `seed`: the random numbers of an
+        inner step."""
+        super().__init__(dataclasses.replace(parts, clip=norm), reseed=lambda: seed(0))
         self._link, self._window, self._outer, self._events = link, work, outer, events
-        self._clip_inner, self._inner_update = clip, inner_update
+        self._clip_inner, self._inner_update = parts.clip, inner_update
         self._discard, self._seed, self._sync_steps = discard, seed, sync_steps
         self._unfit_at: object = None  # the window in which this group's numbers went wrong
         self._heal_wanted = self._warned = False
