@@ -51,6 +51,8 @@ slurm: environment
 	@$(QUIET_EXIT) $(BIN)/python -m pytest -q -m slurm $(ARGS)
 
 lint: environment
+	@twice=$$(find tests -name 'test_*.py' -printf '%f\n' | sort | uniq -d); [ -z "$$twice" ] || { \
+		echo "$$twice: two test files of one name, pytest collects neither"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/lint-imports --no-logo >$(VENV)/layers.txt || { cat $(VENV)/layers.txt; exit 1; }
