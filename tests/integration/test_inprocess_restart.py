@@ -2,7 +2,7 @@
 of several ranks: test_wedged_groups.py."""
 
 import pytest
-from trainer_run import TrainerRun, assert_groups_equal, steps_of
+from trainer_run import TrainerRun, assert_each_step_once, assert_groups_equal
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,7 +40,7 @@ def test_a_failed_step_restarts_in_process_until_that_is_used_up(tmp_path):
         restarts = [e for e in run.events("restart") if e["name"] == "trainer-1"]
         assert [e["phase"] for e in restarts] == ["in_process"] * RESTARTS
         assert [e["data"]["attempt"] for e in restarts] == list(range(1, RESTARTS + 1))
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_each_step_once(run)
         assert sum(e["name"] == "trainer-1" for e in run.events("heal")) >= RESTARTS
         assert_groups_equal(run, (0, 1), at_least=5 * RESTARTS)
         assert run.processes["trainer-0"][0].poll() is None

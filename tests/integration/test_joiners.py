@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 from slow_link import SlowLinkThread
-from trainer_run import TrainerRun, assert_groups_equal, steps_of
+from trainer_run import TrainerRun, assert_each_step_once, assert_groups_equal
 
 from torchtitan_rl_ft.observability.events import read_events
 from torchtitan_rl_ft.observability.healing import recoveries
@@ -82,7 +82,7 @@ def alone(tmp_path_factory) -> Iterator[tuple[TrainerRun, SlowLinkThread]]:
         go_on(run, 1)
         yield run, thread
         assert run.processes["trainer-0"][0].poll() is None
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_each_step_once(run)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_group_that_joins_again_and_again_trains_nothing_before_it_is_healed(t
             assert heal["data"]["transfer_s"] >= thread.link.delay_s
             run.kill("trainer-1")
         assert run.processes["trainer-0"][0].poll() is None
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_each_step_once(run)
         assert_groups_equal(run, (0, 1), at_least=2 * REJOINS)
 
 

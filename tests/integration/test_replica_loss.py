@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from trainer_run import TrainerRun, assert_groups_equal, steps_of
+from trainer_run import TrainerRun, assert_each_step_once, assert_groups_equal, steps_of
 
 from torchtitan_rl_ft.journal.checkpoints import flaw
 
@@ -98,7 +98,7 @@ def test_the_groups_that_are_left_commit_the_same_step(three_groups):
     run, stalls = three_groups
     assert {point for point, _, _ in stalls} >= {point for pair in PAIRS for point in pair}
     assert max(seconds for _, _, seconds in stalls) < STALL_LIMIT_S, stalls
-    assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+    assert_each_step_once(run)
     trained = [e["data"]["batch"] for e in run.events("commit")]
     assert len(trained) == len(set(trained))
     assert not run.events("supersede")
@@ -145,7 +145,7 @@ def test_groups_of_two_ranks_survive_the_loss_of_either_rank(tmp_path):
             run.start("trainer-1")
             wait_all(run)
         assert [p.pid for p in run.processes["trainer-0"] if p.poll() is None] == survivors
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_each_step_once(run)
         for rank in range(2):
             assert_groups_equal(run, (0, 1), at_least=10, rank=rank)
         assert sum(e["name"] == "trainer-1" for e in run.events("heal")) >= 2

@@ -107,7 +107,7 @@ def test_kills_of_a_group_of_its_standby_of_both_and_of_the_supervisor(tmp_path)
         job.wait_for_none_alive(within_s=20.0)
         assert not standby.alive()
         assert not job.audit().problems
-        assert [m["step"] for m in job.metrics()] == list(range(1, job.step() + 1))
+        job.assert_each_step_once()
         # A standby that is just dying may still have been asked.
         faults = [e for e in job.events(Kind.FAULT) if e.data.get("subject") != STANDBY]
         assert not faults, job.story()

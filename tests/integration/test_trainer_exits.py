@@ -5,17 +5,13 @@ import signal
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
-from trainer_run import TrainerRun
+from trainer_run import TrainerRun, assert_each_step_once, steps_of
 
 from torchtitan_rl_ft.journal.checkpoints import MARKER
 
 pytestmark = pytest.mark.timeout(300)
 
 REQUEUE = 75
-
-
-def steps_of(run):
-    return [m["step"] for m in run.metrics()]
 
 
 def saved(run):
@@ -71,7 +67,7 @@ def test_the_exit_checkpoint_is_whole_and_gone_on_from(two_lives):
     last = run.first_steps[-1]
     assert parts_saved(run, last) >= {"optimizer", "lr_scheduler", "train_state"}
     assert [e["step"] for e in run.events("restore")] == [last]
-    assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+    assert_each_step_once(run)
     assert run.probe(0)[last + 1]["scheduler"]["last_epoch"] == last + 1
 
 
@@ -131,6 +127,6 @@ def test_one_group_leaves_at_a_boundary_and_comes_back_while_the_other_goes_on(t
         run.wait_for(lambda: run.metrics()[-1]["participants"] == 2, "the group's return")
         assert run.processes["trainer-0"][0].pid == survivor
         assert run.processes["trainer-0"][0].poll() is None
-        assert steps_of(run) == list(range(1, len(run.metrics()) + 1))
+        assert_each_step_once(run)
         (left,) = run.events("stop")
         assert left["data"]["replica_id"] == 1

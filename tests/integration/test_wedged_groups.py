@@ -72,7 +72,7 @@ def end(job: Job) -> None:
     assert {e.phase for e in job.events(Kind.FAULT)} == {"wedged"}, job.story()
     assert {e.data["subject"] for e in job.events(Kind.FAULT)} == {"trainer-1"}
     assert job.attempts("trainer-0") == 1
-    assert [m["step"] for m in job.metrics()] == list(range(1, job.step() + 1))
+    job.assert_each_step_once()
     assert not job.audit().problems
     job.interrupt()
     job.end()

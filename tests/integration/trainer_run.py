@@ -266,6 +266,12 @@ def steps_of(run: TrainerRun) -> list[int]:
     return [m["step"] for m in run.metrics()]
 
 
+def assert_each_step_once(run: TrainerRun) -> None:
+    """In order, from the first one; read once, since a run that goes on commits meanwhile."""
+    steps = steps_of(run)
+    assert steps == list(range(1, len(steps) + 1))
+
+
 def assert_groups_equal(
     run: TrainerRun, groups: tuple[int, ...], at_least: int, rank: int = 0
 ) -> None:
