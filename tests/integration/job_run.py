@@ -144,11 +144,6 @@ class Job:
         rows = self.metrics()
         return rows[-1]["step"] if rows else 0
 
-    def assert_each_step_once(self) -> None:
-        """In order, from the first one; read once, since a job that goes on commits meanwhile."""
-        steps = [row["step"] for row in self.metrics()]
-        assert steps == list(range(1, len(steps) + 1))
-
     def audit(self) -> Audit:
         return audit(self.folder.journal)
 

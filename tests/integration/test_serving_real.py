@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -131,22 +130,21 @@ def test_every_route_needs_the_token(real_serving: ServingRole) -> None:
 @pytest.mark.row("D8")
 def test_a_running_answer_spans_versions(real_serving: ServingRole) -> None:
     status = real_serving.status()
-    before, wasted = status["version"], status["wasted_tokens"]
+    before, drawn, wasted = (status[k] for k in ("version", "drawn_tokens", "wasted_tokens"))
     published = threading.Event()
 
     def ask(i: int) -> list[dict[str, Any]]:
         """One answer after the other: some are under way whenever the version changes."""
-        samples = []
-        for n in itertools.count():
-            samples += real_serving.generate(f"span-{i}-{n}", n=4, sampling=LONG)
-            if published.is_set():
-                return samples
-        raise AssertionError
+        samples: list[dict[str, Any]] = []
+        while not (samples and published.is_set()):
+            samples += real_serving.generate(f"span-{i}-{len(samples)}", n=4, sampling=LONG)
+        return samples
 
     with ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(ask, i) for i in range(8)]
         try:
-            real_serving.until(lambda: real_serving.status()["in_flight"] >= 16, 20)
+            real_serving.until(lambda: real_serving.status()["in_flight"] == 32, 20)
+            real_serving.until(lambda: real_serving.status()["drawn_tokens"] > drawn + 32 * 32, 20)
             answer = real_serving.publish(2, scale=1.02)
         finally:
             published.set()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_run import SUPERVISOR, Job
+from trainer_run import assert_each_step_once
 
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import Kind
@@ -107,7 +108,7 @@ def test_kills_of_a_group_of_its_standby_of_both_and_of_the_supervisor(tmp_path)
         job.wait_for_none_alive(within_s=20.0)
         assert not standby.alive()
         assert not job.audit().problems
-        job.assert_each_step_once()
+        assert_each_step_once(job)
         # A standby that is just dying may still have been asked.
         faults = [e for e in job.events(Kind.FAULT) if e.data.get("subject") != STANDBY]
         assert not faults, job.story()

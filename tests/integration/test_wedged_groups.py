@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from job_run import SUPERVISOR, Job
+from trainer_run import assert_each_step_once
 
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import write_atomic
@@ -72,7 +73,7 @@ def end(job: Job) -> None:
     assert {e.phase for e in job.events(Kind.FAULT)} == {"wedged"}, job.story()
     assert {e.data["subject"] for e in job.events(Kind.FAULT)} == {"trainer-1"}
     assert job.attempts("trainer-0") == 1
-    job.assert_each_step_once()
+    assert_each_step_once(job)
     assert not job.audit().problems
     job.interrupt()
     job.end()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 from forked_ranks import ForkedRank, forks
@@ -262,11 +263,17 @@ class TrainerRun:
         return "\n".join(tails)
 
 
-def steps_of(run: TrainerRun) -> list[int]:
+class WithMetrics(Protocol):
+    """A run, or a job."""
+
+    def metrics(self) -> list[dict]: ...
+
+
+def steps_of(run: WithMetrics) -> list[int]:
     return [m["step"] for m in run.metrics()]
 
 
-def assert_each_step_once(run: TrainerRun) -> None:
+def assert_each_step_once(run: WithMetrics) -> None:
     """In order, from the first one; read once, since a run that goes on commits meanwhile."""
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
