@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torchtitan_rl_ft.config.observing import ObservabilitySection, OtelSection
 from torchtitan_rl_ft.config.recovery import RecoverySection
 
 
@@ -387,18 +388,22 @@ class RolloutSection:
 
 
 @dataclass(kw_only=True, slots=True)
-class OtelSection:
-    endpoint: str = ""
-    """OTLP/HTTP endpoint. Empty: no export."""
-
-
-@dataclass(kw_only=True, slots=True)
 class ChaosSection:
     enable: bool = False
     """Inject faults (benchmarks and tests only)."""
 
     faults: list[str] = field(default_factory=list)
     """What to inject, one-shot each: "kill engine-1 at step 2" (docs/faults.md)."""
+
+    mtbf_s: float = 0.0
+    """Mean time between faults drawn from `mtbf_faults`, exponential, from `seed`. 0: none."""
+
+    mtbf_faults: list[str] = field(default_factory=list)
+    """What is drawn, each a fault without a moment: "kill any trainer"."""
+
+    replay: str = ""
+    """File of a recorded fault trace to inject again: events.jsonl of a run, or what `torchtitan
+    chaos --record` wrote."""
 
     seed: int = 0
     """Seed of what a fault leaves open."""
@@ -414,5 +419,6 @@ class Sections:
     rl: RLSection = field(default_factory=RLSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
     recovery: RecoverySection = field(default_factory=RecoverySection)
+    observability: ObservabilitySection = field(default_factory=ObservabilitySection)
     otel: OtelSection = field(default_factory=OtelSection)
     chaos: ChaosSection = field(default_factory=ChaosSection)

@@ -27,6 +27,7 @@ MUTABLE_SECTIONS = frozenset(
         "compile",
         "job",
         "metrics",
+        "observability",
         "otel",
         "parallelism",
         "profiling",
