@@ -40,7 +40,7 @@ def test_extras_are_pinned_and_not_needed_by_the_base(extra, name):
 
 
 def test_tests_are_run_with_every_extra():
-    assert "torchtitan_rl_ft[torchft,sglang,ucx,smg]" in EXTRAS["dev"]
+    assert "torchtitan_rl_ft[torchft,sglang,otel,ucx,smg]" in EXTRAS["dev"]
 
 
 def test_one_version():
