@@ -39,6 +39,22 @@ K = FaultKind
             "kill any trainer at phase reduce of trainer-0",
             (K.KILL, "any trainer", Moment(When.PHASE, phase="reduce", of="trainer-0")),
         ),
+        (
+            "kill trainer-1 at step 3 plus 0.4 s",
+            (K.KILL, "trainer-1", Moment(When.STEP, 3, plus_s=0.4)),
+        ),
+        (
+            "kill trainer-1 at phase reduce plus 1s",
+            (K.KILL, "trainer-1", Moment(When.PHASE, phase="reduce", plus_s=1.0)),
+        ),
+        (
+            "kill serving at phase reduce of trainer-0 plus 2 s",
+            (K.KILL, "serving", Moment(When.PHASE, phase="reduce", of="trainer-0", plus_s=2.0)),
+        ),
+        (
+            "kill trainer-1 after 12.5 s of training",
+            (K.KILL, "trainer-1", Moment(When.TRAINING, after_s=12.5)),
+        ),
     ],
 )
 def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
@@ -72,6 +88,10 @@ def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
         ("slow engine-0 50 % at step 2", "slow needs a duration, like: for 5 s"),
         ("blackhole trainer-0 at step 2", "no client finds 'trainer-0' anew"),
         ("kill engine-1 before step 2", "'before' is not a moment (at, after)"),
+        ("kill engine-1 at step 2 plus 1", "the line ends where 's' should follow"),
+        ("kill engine-1 at step 2 plus 0 s", "a time is above 0 s"),
+        ("kill engine-1 after 2 s plus 1 s", "nothing may follow the moment, found 'plus'"),
+        ("kill engine-1 after 2 s of trainin", "expected 'training', found 'trainin'"),
     ],
 )
 def test_a_bad_line_says_what_and_how_to_mend_it(line: str, message: str) -> None:
@@ -231,6 +251,32 @@ def test_only_the_present_life_counts() -> None:
     assert due(found, 204.0) == []
     found.see(event("commit", 201.0, step=3))
     assert due(found, 205.0) == [(lines[0], 201.0), (lines[1], 205.0)]
+
+
+def test_a_time_after_a_moment() -> None:
+    lines = ["kill engine-1 at step 2 plus 0.4 s", "kill engine-0 at phase reduce plus 2 s"]
+    found = schedule(*lines)
+    found.see(event("phase", 1.0, phase="reduce"))
+    found.see(event("commit", 2.0, step=2))
+    assert due(found, 2.3) == []
+    assert due(found, 2.5) == [(lines[0], 2.4)]
+    assert due(found, 3.0) == [(lines[0], 2.4), (lines[1], 3.0)]
+
+
+def test_the_time_of_training_goes_on_over_lives() -> None:
+    line = "kill engine-1 after 5 s of training"
+    found = schedule(line)
+    found.see(event("run", 100.0, phase="start"))
+    assert due(found) == []
+    found.see(event("commit", 110.0, step=1))
+    assert due(found, 114.9) == []
+    assert due(found, 115.1) == [(line, 115.0)]
+    found.see(event("commit", 112.0, step=2))  # and the job dies
+    found.see(event("run", 3.0, phase="resume"))  # of another boot of the machine
+    assert due(found, 5.9) == []
+    assert due(found, 6.1) == [(line, 6.0)]
+    found.see(event("run", 50.0, phase="start"))
+    assert due(found) == []
 
 
 def test_a_fault_does_not_set_off_another_by_itself() -> None:

@@ -4,7 +4,8 @@ FAULT  = ("kill" | "stop" | "slow" | "blackhole") TARGET [SHARE "%"] ["for" SECO
 TARGET = "supervisor" | "lighthouse" | "serving" | "rollout" | "trainer-" G
        | "engine-" N ["." PART] | "any engine" | "any trainer"
 PART   = "server" | "scheduler" | "detokenizer"
-MOMENT = "at step" K | "at rollout" K | "at phase" NAME ["of" WHO] | "after" SECONDS "s"
+MOMENT = ("at step" K | "at rollout" K | "at phase" NAME ["of" WHO]) ["plus" SECONDS "s"]
+       | "after" SECONDS "s" ["of training"]
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class When(StrEnum):
     ROLLOUT = "rollout"  # when the batch of the step is being rolled out
     PHASE = "phase"  # an event of that kind, phase or new state
     AFTER = "after"  # seconds after the start of the job
+    TRAINING = "training"  # seconds after the first commit, in which the job was up
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Moment:
     phase: str = ""
     of: str = ""  # only events of, or about, this process
     after_s: float = 0.0
+    plus_s: float = 0.0  # so long after what is named
 
 
 @dataclass(frozen=True)
@@ -175,18 +178,32 @@ class _Line:
 
     def _moment(self) -> Moment:
         if self._one_of(["at", "after"], "a moment") == "after":
-            return Moment(When.AFTER, after_s=self._seconds())
+            return self._after()
         when = When(self._one_of(["step", "rollout", "phase"], "step, rollout or phase"))
         if when is When.PHASE:
             phase, of = self._next("the name of a phase"), ""
-            if self._words:
+            if self._words[:1] not in ([], ["plus"]):
                 self._take("of")
                 of = self._next("the name of a process")
-            return Moment(when, phase=phase, of=of)
+            return Moment(when, phase=phase, of=of, plus_s=self._plus())
         word = self._next("a number")
         if not word.isdigit() or int(word) < 1:
             raise self._error(f"{when} is followed by a number from 1, found {word!r}")
-        return Moment(when, number=int(word))
+        return Moment(when, number=int(word), plus_s=self._plus())
+
+    def _after(self) -> Moment:
+        after_s = self._seconds()
+        if self._words[:1] != ["of"]:
+            return Moment(When.AFTER, after_s=after_s)
+        self._take("of")
+        self._take("training")
+        return Moment(When.TRAINING, after_s=after_s)
+
+    def _plus(self) -> float:
+        if self._words[:1] != ["plus"]:
+            return 0.0
+        self._take("plus")
+        return self._seconds()
 
     def _seconds(self) -> float:
         seconds = self._number("a number of seconds, like 3 s")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl_ft.chaos.plan import Fault, Moment, When
+from torchtitan_rl_ft.chaos.training_clock import LIFE_STARTS, TrainingClock
 from torchtitan_rl_ft.observability.events import Kind
-
-LIFE_STARTS = frozenset({"start", "resume", "reattach"})
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,13 @@ class Schedule:
     def __init__(self, planned: Sequence[Planned], started_mono_s: float) -> None:
         """`started_mono_s`: when the life began, for a run without a supervisor."""
         self._planned, self._started_mono_s = list(planned), started_mono_s
+        self._clock = TrainingClock()
         self._came: dict[str, float] = {}
         self._sealed = 0
 
     def see(self, line: Mapping[str, Any]) -> None:
         """The next line of events.jsonl."""
+        self._clock.see(line)
         mono_s = float(line.get("mono_s", 0.0))
         kind = line.get("kind")
         if kind == Kind.RUN and line.get("phase") in LIFE_STARTS:
@@ -69,12 +70,19 @@ class Schedule:
         """Faults whose moment has come, in the order of the plan, also those given before."""
         found = []
         for p in self._planned:
-            at = self._came.get(p.key)
-            if p.fault.moment.when is When.AFTER:
-                at = self._started_mono_s + p.fault.moment.after_s
+            at = self._moment_mono_s(p)
             if at is not None and at <= now_mono_s:
                 found.append(Due(p.key, p.fault, at))
         return found
+
+    def _moment_mono_s(self, planned: Planned) -> float | None:
+        moment = planned.fault.moment
+        if moment.when is When.AFTER:
+            return self._started_mono_s + moment.after_s
+        if moment.when is When.TRAINING:
+            return self._clock.mono_s(moment.after_s)
+        came = self._came.get(planned.key)
+        return came + moment.plus_s if came is not None else None
 
     def _comes(self, moment: Moment, line: Mapping[str, Any]) -> bool:
         kind = line.get("kind")
