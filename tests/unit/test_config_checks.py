@@ -43,6 +43,10 @@ def words(text: str) -> list[str]:
 
 
 BROKEN = [
+    # what a run shows of itself
+    ("--otel.endpoint localhost:4318", ["otel.endpoint", "http://127.0.0.1:4318"]),
+    ("--otel.endpoint http://collector:port", ["otel.endpoint", "OTLP/HTTP"]),
+    ("--otel.export_interval_s 0", ["otel.export_interval_s must be positive"]),
     # replica groups
     ("--fault_tolerance.min_replica_size 0", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),
     ("--fault_tolerance.min_replica_size -1", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),
@@ -522,3 +526,10 @@ def test_a_job_without_fault_tolerance_has_one_group_and_no_timeout_rule(tmp_pat
 def test_every_shipped_file_passes(report: Reporter, name: str) -> None:
     assert name.endswith(".toml")
     assert check(resolve(["--job.config_file", name]), MACHINE).problems == []
+
+
+def test_a_missing_exporter_is_one_error_with_its_cure(report: Reporter) -> None:
+    on = machine("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+    assert not report(on=on).problems
+    [problem] = report("--otel.endpoint", "http://127.0.0.1:4318", on=on).problems
+    assert "pip install 'torchtitan_rl_ft[otel]'" in problem

@@ -20,6 +20,7 @@ from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
 
@@ -35,6 +36,7 @@ def main(resolved: Resolved) -> int:
         signal.signal(signum, lambda *_: stop.set())
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    export_events(events, resolved.sections.otel, folder.token())
     serving = RoleClient("serving", lambda: _url(folder), folder.token())
     try:
         targets = Targets(

@@ -12,6 +12,7 @@ from torchtitan_rl_ft.config.rules import (
     groups,
     journaling,
     learning,
+    observing,
     replica_groups,
     routing,
     service,
@@ -54,6 +55,7 @@ RULES = (
     standby.standby_trainers,
     service.chaos,
     service.secrets,
+    observing.otel,
 )
 
 

@@ -102,6 +102,14 @@ class EventSink(Protocol):
     ) -> None: ...
 
 
+class Listener(Protocol):
+    """Is told each event of a process. Costs no more than an append to a queue."""
+
+    def take(self, item: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class EventLog:
     """Appends the events of one process to `events.jsonl`."""
 
@@ -109,12 +117,17 @@ class EventLog:
         self._path = path
         self._fd = _open(path)
         self._run, self._role, self._name, self._attempt = run, role, name, attempt
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Told from now on, also what a full disk keeps out of the file; closed with it."""
+        self._listeners.append(listener)
 
     def move(self, path: Path, run: str) -> None:
         """Append to the events of another run from now on."""
-        other = EventLog(path, run=run, role=self._role, name=self._name, attempt=self._attempt)
-        self.close()
-        self._path, self._fd, self._run = path, other._fd, run
+        fd = _open(path)
+        os.close(self._fd)
+        self._path, self._fd, self._run = path, fd, run
 
     def emit(
         self,
@@ -141,6 +154,8 @@ class EventLog:
             version=version,
             data=data,
         )
+        for listener in self._listeners:
+            listener.take(event)
         self._append(event.to_line())
 
     def _append(self, line: bytes) -> None:
@@ -157,7 +172,19 @@ class EventLog:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
         os.close(self._fd)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is the same in all its events."""
+        return {
+            "run": self._run,
+            "role": self._role,
+            "name": self._name,
+            "attempt": self._attempt,
+        }
 
 
 def _open(path: Path) -> int:

@@ -28,6 +28,7 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.phase_file import PhaseRecord, records
 from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.watcher import Lessons, job_limits
 from torchtitan_rl_ft.rpc.server import RequestError, make_app, start
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
@@ -49,6 +50,7 @@ def main(resolved: Resolved) -> int:
     folder = resolved.run_folder
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    export_events(events, resolved.sections.otel, folder.token())
     try:
         return asyncio.run(_run(resolved, folder, events))
     except OSError as e:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from torchtitan_rl_ft.config.sections import FaultToleranceSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, RunFolder
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def main(resolved: Resolved) -> int:
     events = EventLog(
         folder.events, run=folder.path.name, role="lighthouse", name="lighthouse", attempt=attempt
     )
+    export_events(events, resolved.sections.otel, folder.token())
     try:
         server, url = start_at_former_port(resolved.sections.fault_tolerance, former_port(folder))
     except (ModuleNotFoundError, RuntimeError) as e:

@@ -27,6 +27,7 @@ from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.exits import exits_of, note_of
 from torchtitan_rl_ft.rollout import plugins, schedule, service
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
@@ -66,6 +67,7 @@ def main(resolved: Resolved) -> int:
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     folder = resolved.run_folder
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    export_events(events, resolved.sections.otel, folder.token(), metrics=folder.metrics)
     try:
         return asyncio.run(_interruptible(resolved, folder, events))
     except DumpInvalid as e:

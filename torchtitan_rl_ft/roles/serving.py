@@ -22,6 +22,7 @@ from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.session import claim_of
 from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFolder
@@ -76,6 +77,7 @@ def main(resolved: Resolved) -> int:
         return ExitCode.CONFIG
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
+    export_events(events, resolved.sections.otel, folder.token())
     try:
         return asyncio.run(_serve(resolved, launcher, events))
     except (

@@ -24,6 +24,7 @@ from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.observability.console import ProgressConsole
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render
@@ -69,6 +70,8 @@ def run_job(
     log = _log_to(folder.log_file(NAME, attempt))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
+        token = session.token() or folder.token(create=True)
+        export_events(events, resolved.sections.otel, token)
         process.adopt_orphans()
         folder.register(NAME, "", attempt)
         phase = "start" if start is start_state.Start.FRESH else start.value

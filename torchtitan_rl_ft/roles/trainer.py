@@ -26,6 +26,7 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process, regroup
 from torchtitan_rl_ft.host.loop_beats import beating
 from torchtitan_rl_ft.observability.events import EventLog
+from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.lifecycle import COMPLETE
 from torchtitan_rl_ft.roles.regrouping import POLL_S, Regrouping
 from torchtitan_rl_ft.roles.watcher import Watcher, job_limits
@@ -150,6 +151,7 @@ def main(resolved: Resolved) -> int:
         os.execve(command[0], command, rank_env(env, 0))
     recovery = resolved.sections.recovery
     with contextlib.closing(_events(folder, name)) as events:
+        export_events(events, resolved.sections.otel, folder.token())
         group = RankGroup(
             folder,
             name,

@@ -12,9 +12,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.host.phase_file import PhaseFile
 from torchtitan_rl_ft.journal.records import Member
 from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
+from torchtitan_rl_ft.observability.otel import export_events, forward_torchft
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import Owner
@@ -51,13 +53,18 @@ def event_sink(run: RunFolder, replica_id: int, speaks: bool) -> EventSink:
 @functools.cache
 def _event_log(run: Path, replica_id: int) -> EventLog:
     """One of a process, however often it begins again."""
-    return EventLog(
+    events = EventLog(
         RunFolder(run).events,
         run=run.name,
         role="trainer",
         name=f"trainer-{replica_id}",
         attempt=int(os.environ.get(ATTEMPT_ENV, "1")),
     )
+    folder = RunFolder(run)
+    settings = Resolved.read(run).sections.otel
+    if (exporter := export_events(events, settings, folder.token())) is not None:
+        forward_torchft(exporter)
+    return events
 
 
 class SessionMember:

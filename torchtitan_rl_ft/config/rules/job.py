@@ -13,11 +13,18 @@ from torchtitan_rl_ft.config.resolve import Resolved
 LAST_PORT = 65535
 
 
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the rules ask of the machine; tests give their own."""
 
-    has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None
+    has_module: Callable[[str], bool] = _has_module
     exists: Callable[[str], bool] = os.path.exists
     find_program: Callable[[str], str | None] = shutil.which
 

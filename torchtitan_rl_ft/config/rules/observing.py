@@ -1,0 +1,34 @@
+"""What a run shows of itself, and where it sends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from torchtitan_rl_ft.config.rules.job import Job
+
+OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+def otel(job: Job) -> Iterator[str]:
+    yield from job.positive("otel", "export_interval_s")
+    endpoint = job.resolved.sections.otel.endpoint
+    if not endpoint:
+        return
+    if not _is_http(endpoint):
+        yield job.broken(
+            "the endpoint is the base URL of an OTLP/HTTP collector, like http://127.0.0.1:4318",
+            "otel.endpoint",
+        )
+    if not all(job.machine.has_module(name) for name in OTEL_MODULES):
+        yield job.broken(
+            "OpenTelemetry is not installed: pip install 'torchtitan_rl_ft[otel]'", "otel.endpoint"
+        )
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no port
+        return False
