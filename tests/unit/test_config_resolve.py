@@ -275,6 +275,24 @@ def test_a_damaged_resolved_file_is_one_clear_error(
     assert path in str(e.value)
 
 
+def test_a_file_of_another_version_may_be_looked_at(tmp_path: Path) -> None:
+    path = job(tmp_path, "[rl]\nkl_coef = 0.5\n", "--dump_folder", str(tmp_path / "run")).write()
+    data = json.loads(path.read_text())
+    del data["values"]["observability"], data["origins"]["observability.status_port"]
+    data["values"]["rl"] |= {"groups_per_step": "a few", "of_a_newer_one": 1}
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match="rl.groups_per_step|observability.ettr_window_s"):
+        Resolved.read(path)
+    found = Resolved.read(path, only_to_look=True)
+    assert found.sections.rl.kl_coef == 0.5
+    assert found.sections.observability.status_page  # its default
+    assert {"rl.groups_per_step", "observability.status_port"} <= set(found.missing)
+    assert found.version_note is not None and "written by another version" in found.version_note
+    path.write_text('{"values": 5, "origins": {}}')
+    with pytest.raises(ConfigError, match="is missing"):
+        Resolved.read(path, only_to_look=True)
+
+
 def test_a_run_folder_without_a_resolved_file(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "not_there"):
         with pytest.raises(ConfigError, match="json does not exist: start the job with `torchtit"):

@@ -127,6 +127,20 @@ def test_status_of_a_run_folder_and_of_its_session_agree(home, capsys, sleeper):
         assert part in text
 
 
+@pytest.mark.parametrize("words", [("status",), ("report", "run")])
+def test_a_run_folder_of_another_version_is_told_of(home, capsys, monkeypatch, words):
+    """Also when nothing is named and it is the default one."""
+    run = RunFolder(home / "run")
+    path = job(home, GOOD, "--job.dump_folder", str(run.path)).write()
+    older = json.loads(path.read_text())
+    del older["values"]["observability"]
+    path.write_text(json.dumps(older))
+    run.metrics.write_text('{"step": 1}\n')
+    monkeypatch.setenv("TORCHTITAN_RL_FT_RUN", str(run.path))
+    assert cli.main(list(words)) == ExitCode.DONE
+    assert "was written by another version of this package" in capsys.readouterr().out
+
+
 def test_status_names_trainers_and_why_nothing_is_admitted(home, sleeper):
     living, dead = sleeper(), sleeper()
     trainers = [

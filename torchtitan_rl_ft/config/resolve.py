@@ -42,6 +42,10 @@ class Resolved:
     """"section.key" -> "default", "registry module:function", "file:line", "command line" or
     "automatic: why"."""
 
+    missing: tuple[str, ...] = ()
+    """Keys that another version of this package has not written, or with another type: they have
+    their defaults here."""
+
     sections: Sections = field(init=False)
     """This package's sections as dataclasses."""
 
@@ -68,6 +72,17 @@ class Resolved:
     @property
     def run_folder(self) -> RunFolder:
         return RunFolder(self.sections.job.dump_folder)
+
+    @property
+    def version_note(self) -> str | None:
+        """What a reader of a job of another version should know."""
+        if not self.missing:
+            return None
+        first = ", ".join(self.missing[:3]) + (", ..." if len(self.missing) > 3 else "")
+        return (
+            f"{self.run_folder.resolved_config} was written by another version of this package: "
+            f"{len(self.missing)} keys have their defaults here ({first})"
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -106,15 +121,17 @@ class Resolved:
         return path
 
     @classmethod
-    def read(cls, path: str | Path) -> Resolved:
+    def read(cls, path: str | Path, *, only_to_look: bool = False) -> Resolved:
         """Read `config.resolved.json` (or a run folder that holds one). The folder of the file
-        is the run folder, wherever it was moved. Raises ConfigError."""
+        is the run folder, wherever it was moved. `only_to_look`: what another version of this
+        package wrote is read too (see `missing`); nothing is started from that. Raises
+        ConfigError."""
         path = Path(path)
         if not path.is_file():
             path = RunFolder(path).resolved_config
         try:
             data = json.loads(path.read_bytes())
-            values, origins = data["values"], data["origins"]
+            values, origins = data["values"], dict(data["origins"])
         except FileNotFoundError:
             raise ConfigError(
                 f"{path} does not exist: start the job with `torchtitan run`, or name its file "
@@ -122,9 +139,12 @@ class Resolved:
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"{path} cannot be read: {e}") from None
-        checked = _checked(str(path), values)
+        checked, wrong = _checked(values)
+        if wrong and not (only_to_look and isinstance(values, dict)):
+            raise ConfigError(f"{path}: {next(iter(wrong.values()))}")
         checked["job"]["dump_folder"] = str(path.resolve().parent)
-        return cls(checked, {p: origins.get(p, DEFAULT) for p in _paths()})
+        known = {p: origins.get(p, DEFAULT) for p in _paths()}
+        return cls(checked, known, tuple(wrong))
 
 
 def resolve(
@@ -221,20 +241,23 @@ def _defaults() -> tuple[Values, dict[str, str]]:
     return values, {path: DEFAULT for path in _paths()}
 
 
-def _checked(name: str, values: Any) -> Values:
-    """Values of a resolved file: every known key, of its type. Raises ConfigError."""
-    sections = load_schema().sections
+def _checked(values: Any) -> tuple[Values, dict[str, str]]:
+    """Values of a resolved file, every known key, of its type; and by key what is wrong with
+    those that have their default here."""
     checked: Values = {}
-    for section in sections.values():
+    wrong = {}
+    for section in load_schema().sections.values():
         checked[section.name] = {}
         for key in section.keys.values():
             try:
-                value = values[section.name][key.name]
-                checked[section.name][key.name] = key.type.accept(value)
+                value = key.type.accept(values[section.name][key.name])
             except (KeyError, TypeError):
-                raise ConfigError(
-                    f"{name}: {key.path} is missing: written by another version of this package?"
-                ) from None
+                value = copy.deepcopy(key.default)
+                wrong[key.path] = (
+                    f"{key.path} is missing: written by another version of this package?"
+                )
             except WrongValue as e:
-                raise ConfigError(f"{name}: {key.path}: {e}") from None
-    return checked
+                value = copy.deepcopy(key.default)
+                wrong[key.path] = f"{key.path}: {e}"
+            checked[section.name][key.name] = value
+    return checked, wrong

@@ -49,8 +49,12 @@ def outcome_of(folder: RunFolder, events: list[Event]) -> str:
 
 def main_summary(folder: RunFolder, as_json: bool) -> int:
     """`torchtitan report RUN`. Raises ConfigError when RUN holds no job."""
-    summary = summary_of(Resolved.read(folder.path))
-    _tell(as_json, _to_json(summary), render(summary, str(folder.path)))
+    resolved = Resolved.read(folder.path, only_to_look=True)
+    summary = summary_of(resolved)
+    lines = render(summary, str(folder.path))
+    if (note := resolved.version_note) is not None:
+        lines.append(f"{'note':<11}{note}")
+    _tell(as_json, _to_json(summary), lines)
     return ExitCode.DONE
 
 

@@ -47,6 +47,8 @@ class Target:
     cleanup_timeout_s: float
     end_signal: signal.Signals = signal.SIGTERM
     """What ends the job at once."""
+    note: str | None = None
+    """What to know of its configuration."""
 
     @classmethod
     def of(cls, name: str) -> Target:
@@ -55,7 +57,7 @@ class Target:
         is_session = "/" not in name and session.path.is_dir()
         # A directory may happen to have a session's name.
         if RunFolder(name).resolved_config.exists() or (Path(name).is_dir() and not is_session):
-            return cls.of_job(Resolved.read(name))
+            return cls.of_job(Resolved.read(name, only_to_look=True))
         if not is_session:
             known = ", ".join(s.id for s in SessionFolder.all()) or "none"
             raise ConfigError(
@@ -67,13 +69,14 @@ class Target:
         folder = RunFolder(record.run_folder)
         if not folder.resolved_config.exists():
             return cls(session, folder, record.rule, CLEANUP_TIMEOUT_S)
-        job = Resolved.read(folder.path)
-        return cls(session, folder, record.rule, *_end_of(job))
+        job = Resolved.read(folder.path, only_to_look=True)
+        return cls(session, folder, record.rule, *_end_of(job), job.version_note)
 
     @classmethod
     def of_job(cls, job: Resolved) -> Target:
         identity = identify(job)
-        return cls(SessionFolder(identity.id), job.run_folder, identity.rule, *_end_of(job))
+        session = SessionFolder(identity.id)
+        return cls(session, job.run_folder, identity.rule, *_end_of(job), job.version_note)
 
 
 def _end_of(job: Resolved) -> tuple[float, signal.Signals]:
@@ -99,6 +102,7 @@ def status(target: Target) -> dict[str, Any]:
         "run_folder": str(folder.path) if folder is not None else None,
         "roles": _roles(folder) if folder is not None else [],
         "last_step": _last_step(folder) if folder is not None else None,
+        "note": target.note,
         **(_session(target.session, record) if record is not None else {"state": "none"}),
     }
 
@@ -197,6 +201,8 @@ def show(found: dict[str, Any]) -> list[str]:
         _line("role", f"{t['name']}  process {t['pid']}{_dead(t)}")
         for t in found.get("trainers", [])
     ]
+    if found["note"] is not None:
+        lines.append(_line("note", found["note"]))
     return lines
 
 
