@@ -124,6 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--json", action="store_true", help="everything, as JSON")
     report.set_defaults(command=_report)
 
+    _add_chaos_command(commands, common)
+
     helping = commands.add_parser("help", help="explain the keys of a section")
     helping.add_argument("section", nargs="?", metavar="SECTION")
     helping.set_defaults(command=_help)
@@ -156,6 +158,25 @@ def _add_session_commands(commands: Any, common: dict[str, Any]) -> None:
     stop.set_defaults(command=_stop)
 
 
+def _add_chaos_command(commands: Any, common: dict[str, Any]) -> None:
+    chaos = commands.add_parser(
+        "chaos",
+        help="inject faults into a running job, or record those of a run",
+        description="Inject each LINE into the job that runs in RUN, now or at the moment that it "
+        "names (docs/faults.md), tell whom it hit, and wait until the last one is over. Ctrl-C "
+        'lifts what is held. Like: torchtitan chaos RUN "kill trainer-1" "stop rollout for 3 s"',
+        **common,
+    )
+    chaos.add_argument("run", metavar="RUN", help="a run folder; with --record also events.jsonl")
+    chaos.add_argument("lines", nargs="+", metavar="LINE", help="a fault; with --record: FILE")
+    chaos.add_argument(
+        "--record",
+        action="store_true",
+        help="write the faults that RUN has had to FILE, for chaos.replay",
+    )
+    chaos.set_defaults(command=_chaos)
+
+
 # Commands -----------------------------------------------------------------------------------
 
 
@@ -172,7 +193,7 @@ def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
         if args.role is None and resolved.sections.chaos.enable:
             from torchtitan_rl_ft.chaos import role as chaos
 
-            resolved = chaos.with_proxies(resolved)
+            resolved = chaos.made_ready(resolved)
     except OSError as e:
         _say(f"error: run folder {resolved.run_folder.path}: {e}")
         return ExitCode.FAILED
@@ -248,6 +269,22 @@ def _report(args: argparse.Namespace, overrides: list[Override]) -> int:
         return tell(folder, args.json)
     except JournalError as e:
         _say(f"error: {e}")
+        return ExitCode.FAILED
+
+
+def _chaos(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.chaos import command
+
+    if overrides:
+        raise ConfigError("torchtitan chaos takes the keys of the job in RUN: name none")
+    if args.record and len(args.lines) != 1:
+        raise ConfigError("--record takes one file: torchtitan chaos --record RUN FILE")
+    try:
+        if args.record:
+            return command.main_record(args.run, args.lines[0])
+        return command.main_inject(args.run, args.lines)
+    except (OSError, ValueError) as e:
+        _say(f"error: {args.run}: {e}")
         return ExitCode.FAILED
 
 
@@ -339,11 +376,12 @@ def _quick_checks(resolved: Resolved, *, starting: bool) -> None:
 
 
 def _chaos_problems(resolved: Resolved) -> list[str]:
-    if not resolved.sections.chaos.faults:
+    chaos = resolved.sections.chaos
+    if not (chaos.faults or chaos.mtbf_faults or chaos.replay):
         return []
-    from torchtitan_rl_ft.chaos import plan
+    from torchtitan_rl_ft.chaos import job_plan
 
-    return plan.problems(resolved)
+    return job_plan.problems(resolved)
 
 
 def _say(line: str) -> None:

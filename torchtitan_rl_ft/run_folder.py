@@ -13,7 +13,8 @@ Layout (`job.dump_folder` is the run folder itself):
     model/                 the tiny model directory, when the job makes its own
     phases/                where each rank stands (see host/phase_file.py), and learned limits
     roles/<name>.json      address, pid and start time of each role that is up
-    chaos.json             faults that were injected on purpose
+    chaos.json             faults that were injected on purpose (chaos-command-*: by the command)
+    chaos/                 what the injector needs
     logs/<name>/attempt_<n>.log
 """
 

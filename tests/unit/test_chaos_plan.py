@@ -10,15 +10,26 @@ import pytest
 from config_jobs import GOOD, job
 
 from torchtitan_rl_ft import cli
-from torchtitan_rl_ft.chaos import plan
-from torchtitan_rl_ft.chaos.plan import Fault, FaultInvalid, FaultKind, Moment, When, parse
-from torchtitan_rl_ft.chaos.role import with_proxies
+from torchtitan_rl_ft.chaos import failing_reduce, job_plan
+from torchtitan_rl_ft.chaos.plan import (
+    NOW,
+    Fault,
+    FaultInvalid,
+    FaultKind,
+    Moment,
+    When,
+    parse,
+    parse_command,
+    parse_deed,
+)
+from torchtitan_rl_ft.chaos.role import made_ready
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.config import checks
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
 
 K = FaultKind
+KINDS = "kill, stop, slow, blackhole, fail, fill"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +63,26 @@ K = FaultKind
             (K.KILL, "serving", Moment(When.PHASE, phase="reduce", of="trainer-0", plus_s=2.0)),
         ),
         (
+            "fail trainer-1 all-reduce at step 3",
+            (K.FAIL, "trainer-1", Moment(When.STEP, 3)),
+        ),
+        (
+            "fail any trainer all-reduce for 2 s at step 3",
+            (K.FAIL, "any trainer", Moment(When.STEP, 3), 0.0, 2.0),
+        ),
+        (
+            "fill disk of rollout for 5 s at step 3",
+            (K.FILL, "rollout", Moment(When.STEP, 3), 0.0, 5.0),
+        ),
+        (
+            "stop any standby at step 3",
+            (K.STOP, "any standby", Moment(When.STEP, 3)),
+        ),
+        (
+            "blackhole standby-1 for 5 s at step 3",
+            (K.BLACKHOLE, "standby-1", Moment(When.STEP, 3), 0.0, 5.0),
+        ),
+        (
             "kill trainer-1 after 12.5 s of training",
             (K.KILL, "trainer-1", Moment(When.TRAINING, after_s=12.5)),
         ),
@@ -67,10 +98,13 @@ def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "the line ends where a kind of fault (kill, stop, slow, blackhole) should follow"),
+        (
+            "",
+            f"the line ends where a kind of fault ({KINDS}) should follow",
+        ),
         (
             "kil engine-1 at step 2",
-            "'kil' is not a kind of fault (kill, stop, slow, blackhole); did you mean 'kill'?",
+            f"'kil' is not a kind of fault ({KINDS}); did you mean 'kill'?",
         ),
         ("kill enigne-1 at step 2", "unknown target 'enigne-1'; did you mean 'engine-0'?"),
         ("kill trainer-1.server at step 2", "only engines have parts"),
@@ -87,6 +121,12 @@ def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
         ("slow engine-0 100 % for 5 s at step 2", "a share is above 0 % and below 100 %"),
         ("slow engine-0 50 % at step 2", "slow needs a duration, like: for 5 s"),
         ("blackhole trainer-0 at step 2", "no client finds 'trainer-0' anew"),
+        ("fail engine-1 all-reduce at step 2", "'engine-1' takes part in no sum over the groups"),
+        ("fail trainer-1 at step 2", "expected 'all-reduce', found 'at'"),
+        ("fail trainer-1 all-gather at step 2", "expected 'all-reduce', found 'all-gather'"),
+        ("fill rollout for 5 s at step 2", "expected 'disk', found 'rollout'"),
+        ("fill disk of rollout at step 2", "fill needs a duration, like: for 5 s"),
+        ("kill standby-0.server at step 2", "only engines have parts"),
         ("kill engine-1 before step 2", "'before' is not a moment (at, after)"),
         ("kill engine-1 at step 2 plus 1", "the line ends where 's' should follow"),
         ("kill engine-1 at step 2 plus 0 s", "a time is above 0 s"),
@@ -99,6 +139,31 @@ def test_a_bad_line_says_what_and_how_to_mend_it(line: str, message: str) -> Non
         parse(line)
     assert message in str(invalid.value)
     assert "a line reads like 'kill engine-1 at step 2' (docs/faults.md)" in str(invalid.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "kill any trainer",
+        "stop serving for 3 s",
+        "slow engine-0.scheduler 12.5 % for 5 s",
+        "blackhole rollout",
+        "fail trainer-1 all-reduce",
+        "fail trainer-1 all-reduce for 0.5 s",
+        "fill disk of rollout for 5 s",
+    ],
+)
+def test_a_deed_has_no_moment(line: str) -> None:
+    found = parse_deed(line)
+    assert found.moment == NOW and found.deed() == line
+    assert parse_command(line) == found
+    whole = parse_command(f"{line} at step 2")
+    assert whole == parse(f"{line} at step 2") and whole.deed() == line
+    assert parse_deed(found.deed(found.target.replace("any trainer", "trainer-7"))).moment == NOW
+    with pytest.raises(FaultInvalid, match="no moment belongs here, found 'at step 2'"):
+        parse_deed(f"{line} at step 2")
+    with pytest.raises(FaultInvalid, match="a line reads like 'kill engine-1' "):
+        parse_command(f"{line} at step two")
 
 
 # In a job ---------------------------------------------------------------------------------------
@@ -119,10 +184,13 @@ def faults_of(tmp_path: Path, *lines: str, text: str = "", enable: bool = True) 
         ),
         ("stop trainer-2 at step 1", "there is no trainer-2 in this job, which has 2"),
         ("kill serving at step 101", "training.steps = 100, so step 101 never comes"),
+        ("kill standby-0 at step 1", 'no standby trainer (recovery.standby = "none")'),
+        ("kill gateway at step 1", 'this job has no gateway (rollout.router = "own")'),
+        ("stop inspector at step 1", "this job has no inspector"),
     ],
 )
 def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str) -> None:
-    [problem] = plan.problems(faults_of(tmp_path, "kill engine-1 at step 1", line))
+    [problem] = job_plan.problems(faults_of(tmp_path, "kill engine-1 at step 1", line))
     assert problem.startswith(f"chaos.faults[1] = {line!r} (")
     assert "job.toml:" in problem
     assert message in problem
@@ -137,15 +205,15 @@ def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str
     ],
 )
 def test_a_debug_mode_has_fewer_victims(tmp_path: Path, mode: str, line: str) -> None:
-    [problem] = plan.problems(faults_of(tmp_path, line, text=mode + "\n"))
+    [problem] = job_plan.problems(faults_of(tmp_path, line, text=mode + "\n"))
     assert " runs no " in problem
 
 
 def test_a_black_hole_puts_engines_behind_proxies(tmp_path: Path) -> None:
     plain = faults_of(tmp_path, "kill engine-0 at step 1")
-    assert with_proxies(plain) is plain
+    assert made_ready(plain) is plain
     folder = tmp_path / "run"
-    found = with_proxies(
+    found = made_ready(
         resolve(
             [
                 *("--job.config_file", str(tmp_path / "job.toml")),
@@ -157,8 +225,8 @@ def test_a_black_hole_puts_engines_behind_proxies(tmp_path: Path) -> None:
     python = found.sections.rollout.engine_python
     assert Path(python).parent.parent == folder
     assert os.access(python, os.X_OK)
-    assert found.origins["rollout.engine_python"].startswith("chaos.faults: ")
-    assert with_proxies(found) is found  # started again from the run folder
+    assert found.origins["rollout.engine_python"].startswith("chaos: ")
+    assert made_ready(found) is found  # started again from the run folder
     found.write()
     again = Resolved.read(folder).with_overrides([])  # as the roles take it
     assert again.sections.rollout.engine_python == python
@@ -170,6 +238,41 @@ def test_enable_and_faults_go_together(tmp_path: Path) -> None:
     report = checks.check(faults_of(tmp_path, "kill engine-1 at step 1", enable=False))
     assert report.problems == []
     assert [w for w in report.warnings if "the faults are not injected" in w]
+
+
+def of_section(tmp_path: Path, *lines: str) -> Any:
+    return job(tmp_path, GOOD + "\n".join(["[chaos]", "enable = true", *lines, ""]))
+
+
+def test_faults_to_be_drawn(tmp_path: Path) -> None:
+    good = of_section(tmp_path, "mtbf_s = 60.0", 'mtbf_faults = ["kill any trainer"]')
+    assert checks.check(good).problems == [] and job_plan.problems(good) == []
+    for wrong, message in (
+        (["mtbf_s = 60.0"], "there is nothing to draw from: chaos.mtbf_s = 60.0 ("),
+        (["mtbf_s = -1.0", 'mtbf_faults = ["kill serving"]'], "chaos.mtbf_s must not be negative"),
+        (['mtbf_faults = ["kill serving"]'], "there is nothing to inject"),
+    ):
+        problems = checks.check(of_section(tmp_path, *wrong)).problems
+        assert [p for p in problems if message in p], problems
+    faults = ["kill serving at step 1", "kill engine-9", "kill any standby", "kill serving"]
+    listed = ", ".join(f'"{f}"' for f in faults)
+    problems = job_plan.problems(of_section(tmp_path, "mtbf_s = 60.0", f"mtbf_faults = [{listed}]"))
+    assert [p.split(" ")[0] for p in problems] == [f"chaos.mtbf_faults[{i}]" for i in range(3)]
+    assert "no moment belongs here" in problems[0]
+    assert "there is no engine-9" in problems[1] and "no standby trainer" in problems[2]
+
+
+@pytest.mark.parametrize("key", ["faults", "mtbf_faults"])
+def test_a_failing_sum_starts_roles_with_the_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    made_ready(faults_of(tmp_path, "kill any trainer at step 1"))
+    assert os.environ["PYTHONPATH"] == "elsewhere"
+    moment = " at step 1" if key == "faults" else ""
+    lines = ("mtbf_s = 60.0", f'{key} = ["fail any trainer all-reduce{moment}"]')
+    made_ready(of_section(tmp_path, *lines))
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(failing_reduce.SITE), "elsewhere"]
 
 
 @pytest.mark.parametrize("command", [["check", "--quick"], ["run"]])

@@ -12,15 +12,15 @@ FILE = "chaos.json"
 
 
 class Memory:
-    """`chaos.json` of a run folder.
+    """`chaos.json` of a run folder, or another file like it.
 
     A fault is noted before it is injected: one that kills its own injector does not come twice.
     What is held (stopped processes, an address that was turned aside) is noted as well, so that
     the next injector can let go of it.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._path: Path = folder.path / FILE
+    def __init__(self, folder: RunFolder, file: str = FILE) -> None:
+        self._path: Path = folder.path / file
         self._started_wall_s: float | None = None
         self._struck: dict[str, dict[str, Any]] = {}
         self._held: dict[str, dict[str, Any]] = {}
@@ -63,6 +63,10 @@ class Memory:
     @property
     def held(self) -> dict[str, dict[str, Any]]:
         return dict(self._held)
+
+    def forget(self) -> None:
+        """Remove the file."""
+        self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         data = {

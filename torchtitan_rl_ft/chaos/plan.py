@@ -1,8 +1,14 @@
 """The language of faults: one line says what is done to whom, and when.
 
-FAULT  = ("kill" | "stop" | "slow" | "blackhole") TARGET [SHARE "%"] ["for" SECONDS "s"] MOMENT
-TARGET = "supervisor" | "lighthouse" | "serving" | "rollout" | "trainer-" G
-       | "engine-" N ["." PART] | "any engine" | "any trainer"
+FAULT  = DEED MOMENT
+DEED   = "kill" TARGET
+       | ("stop" | "blackhole") TARGET ["for" SECONDS "s"]
+       | "slow" TARGET SHARE "%" "for" SECONDS "s"
+       | "fail" TARGET "all-reduce" ["for" SECONDS "s"]
+       | "fill" "disk" "of" TARGET "for" SECONDS "s"
+TARGET = "supervisor" | "lighthouse" | "serving" | "gateway" | "rollout" | "inspector"
+       | "trainer-" G | "standby-" N | "engine-" N ["." PART]
+       | "any engine" | "any trainer" | "any standby"
 PART   = "server" | "scheduler" | "detokenizer"
 MOMENT = ("at step" K | "at rollout" K | "at phase" NAME ["of" WHO]) ["plus" SECONDS "s"]
        | "after" SECONDS "s" ["of training"]
@@ -12,24 +18,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.errors import near_miss
-from torchtitan_rl_ft.config.resolve import Resolved
 
 EXAMPLE = "kill engine-1 at step 2"
-ROLES = ("supervisor", "lighthouse", "serving", "rollout")
-ANY = ("any engine", "any trainer")
+ROLES = ("supervisor", "lighthouse", "serving", "gateway", "rollout", "inspector")
+NUMBERED = ("engine", "trainer", "standby")
+ANY = tuple(f"any {kind}" for kind in NUMBERED)
 PARTS = ("server", "scheduler", "detokenizer")
-
-
-LEFT_OUT = {
-    DebugMode.TRAIN_ONLY: ("engine", "serving"),
-    DebugMode.ROLLOUT_ONLY: ("trainer", "lighthouse"),
-}
-"""Roles that a debug mode does without."""
+LOOKED_UP = ("serving", "rollout", "inspector")
+"""Roles whose address clients look up anew, so that a proxy can take their place."""
 
 
 class FaultKind(StrEnum):
@@ -37,6 +37,8 @@ class FaultKind(StrEnum):
     STOP = "stop"  # SIGSTOP, for a time or for good
     SLOW = "slow"  # SIGSTOP and SIGCONT in turns
     BLACKHOLE = "blackhole"  # connections to it are accepted, nothing comes through
+    FAIL = "fail"  # its part in a sum over the groups fails
+    FILL = "fill"  # the disk that it writes to is full
 
 
 class When(StrEnum):
@@ -57,9 +59,13 @@ class Moment:
     plus_s: float = 0.0  # so long after what is named
 
 
+NOW = Moment(When.AFTER)
+
+
 @dataclass(frozen=True)
 class Fault:
-    """One line of the plan. `duration_s` None: for good (kill), or until the job ends."""
+    """One line of the plan. `duration_s` None: for good (kill), once (fail), or until the job
+    ends."""
 
     line: str
     kind: FaultKind
@@ -68,95 +74,94 @@ class Fault:
     share: float = 0.0  # of the time that a slowed process is stopped
     duration_s: float | None = None
 
+    def deed(self, target: str | None = None) -> str:
+        """The line without its moment, for another target where one is given."""
+        whom = target or self.target
+        words = {
+            FaultKind.FAIL: f"fail {whom} all-reduce",
+            FaultKind.FILL: f"fill disk of {whom}",
+            FaultKind.SLOW: f"slow {whom} {100 * self.share:g} %",
+        }.get(self.kind, f"{self.kind} {whom}")
+        return words if self.duration_s is None else f"{words} for {self.duration_s:g} s"
+
 
 class FaultInvalid(ValueError):
     """The line cannot be understood; the message says where and how to mend it."""
 
 
 def parse(line: str) -> Fault:
-    """Raises FaultInvalid."""
+    """A deed and its moment. Raises FaultInvalid."""
     return _Line(line).fault()
 
 
-def problems(resolved: Resolved) -> list[str]:
-    """What is wrong with `chaos.faults`, one line each: words that are not understood, victims
-    and moments that this job does not have."""
-    found = []
-    origin = resolved.origins.get("chaos.faults", "default")
-    for i, line in enumerate(resolved.sections.chaos.faults):
-        try:
-            fault = parse(line)
-        except FaultInvalid as e:
-            problem: str | None = str(e)
-        else:
-            problem = _misfit(fault, resolved)
-        if problem is not None:
-            found.append(f"chaos.faults[{i}] = {line!r} ({origin}): {problem}")
-    return found
+def parse_deed(line: str) -> Fault:
+    """A deed alone: its moment is `NOW`. Raises FaultInvalid."""
+    return _Line(line, "kill any trainer").deed()
 
 
-def _misfit(fault: Fault, resolved: Resolved) -> str | None:
-    """Why the job can never suffer this fault, or None."""
-    sections = resolved.sections
-    rollout = sections.rollout
-    engines = sum(g.engines for g in rollout.groups) or rollout.engines
-    sizes = {
-        "engine": engines + rollout.standby_engines + len(rollout.external_urls),
-        "trainer": sections.fault_tolerance.replica_groups,
-    }
-    mode = debug_mode(rollout)
-    if any(name in fault.target for name in LEFT_OUT.get(mode, ())):
-        return f"rollout.debug_mode {mode} runs no {fault.target}"
-    kind, _, number = fault.target.partition(".")[0].partition("-")
-    if number and int(number) >= sizes[kind]:
-        return f"there is no {kind}-{number} in this job, which has {sizes[kind]} (from {kind}-0)"
-    if fault.target == "lighthouse" and not sections.fault_tolerance.enable:
-        return "this job has no lighthouse (fault_tolerance.enable = false)"
-    steps = resolved.get("training.steps")
-    if fault.moment.when in (When.STEP, When.ROLLOUT) and fault.moment.number > steps:
-        return f"training.steps = {steps}, so {fault.moment.when} {fault.moment.number} never comes"
-    return None
-
-
-def behind_proxy(faults: Sequence[Fault]) -> bool:
-    """Whether engines have to be started behind a proxy for these faults."""
-    return any(f.kind is FaultKind.BLACKHOLE and "engine" in f.target for f in faults)
+def parse_command(line: str) -> Fault:
+    """A deed, now or at the moment that is named. Raises FaultInvalid."""
+    return _Line(line, "kill engine-1").command()
 
 
 class _Line:
     """The words of a line, taken from the left."""
 
-    def __init__(self, line: str) -> None:
-        self._line = line
+    def __init__(self, line: str, example: str = EXAMPLE) -> None:
+        self._line, self._example = line, example
         # "50%" and "3s" are written by people without a blank.
         spaced = re.sub(r"(?<=\d)(%|s\b)", r" \1", line)
         self._words = spaced.split()
 
     def fault(self) -> Fault:
-        kind = FaultKind(self._one_of(list(FaultKind), "a kind of fault"))
-        target = self._target(kind)
-        share = self._share() if kind is FaultKind.SLOW else 0.0
-        duration_s = self._duration(kind)
-        moment = self._moment()
+        return self._with_moment(self._deed())
+
+    def _with_moment(self, deed: Fault) -> Fault:
+        found = replace(deed, moment=self._moment())
         if self._words:
             raise self._error(f"nothing may follow the moment, found {self._words[0]!r}")
-        return Fault(self._line, kind, target, moment, share, duration_s)
+        return found
+
+    def deed(self) -> Fault:
+        found = self._deed()
+        if self._words:
+            raise self._error(f"no moment belongs here, found {' '.join(self._words)!r}")
+        return found
+
+    def command(self) -> Fault:
+        found = self._deed()
+        return self._with_moment(found) if self._words else found
+
+    def _deed(self) -> Fault:
+        kind = FaultKind(self._one_of(list(FaultKind), "a kind of fault"))
+        if kind is FaultKind.FILL:
+            self._take("disk")
+            self._take("of")
+        target = self._target(kind)
+        if kind is FaultKind.FAIL:
+            self._take("all-reduce")
+        share = self._share() if kind is FaultKind.SLOW else 0.0
+        return Fault(self._line, kind, target, NOW, share, self._duration(kind))
 
     def _target(self, kind: FaultKind) -> str:
         word = self._next("a target")
         if word == "any":
-            word = f"any {self._next('engine or trainer')}"
+            word = f"any {self._next('engine, trainer or standby')}"
         base, dot, part = word.partition(".")
-        known = [*ROLES, *ANY, "engine-0", "trainer-0"]
-        if not (base in (*ROLES, *ANY) or re.fullmatch(r"(engine|trainer)-\d+", base)):
+        known = [*ROLES, *ANY, *(f"{kind}-0" for kind in NUMBERED)]
+        if not (base in (*ROLES, *ANY) or re.fullmatch(rf"({'|'.join(NUMBERED)})-\d+", base)):
             raise self._error(
                 f"unknown target {word!r}{near_miss(word, known)} (known: {', '.join(ROLES)}, "
-                "trainer-G, engine-N, any engine, any trainer)"
+                f"trainer-G, standby-N, engine-N, {', '.join(ANY)})"
             )
         if dot and (not base.startswith("engine-") or part not in PARTS):
             raise self._error(f"only engines have parts, and {word!r} names none of {PARTS}")
         if kind is FaultKind.BLACKHOLE and (dot or not _has_port(base)):
-            raise self._error(f"no client finds {word!r} anew: engines, serving and rollout only")
+            raise self._error(
+                f"no client finds {word!r} anew: engines, standbys and {', '.join(LOOKED_UP)} only"
+            )
+        if kind is FaultKind.FAIL and kind_of(word) != "trainer":
+            raise self._error(f"{word!r} takes part in no sum over the groups: trainers only")
         return word
 
     def _share(self) -> float:
@@ -168,8 +173,8 @@ class _Line:
 
     def _duration(self, kind: FaultKind) -> float | None:
         if not self._words or self._words[0] != "for":
-            if kind is FaultKind.SLOW:
-                raise self._error("slow needs a duration, like: for 5 s")
+            if kind in (FaultKind.SLOW, FaultKind.FILL):
+                raise self._error(f"{kind} needs a duration, like: for 5 s")
             return None
         if kind is FaultKind.KILL:
             raise self._error("kill has no duration")
@@ -238,9 +243,13 @@ class _Line:
         return float(word)
 
     def _error(self, message: str) -> FaultInvalid:
-        return FaultInvalid(f"{message}; a line reads like {EXAMPLE!r} (docs/faults.md)")
+        return FaultInvalid(f"{message}; a line reads like {self._example!r} (docs/faults.md)")
+
+
+def kind_of(target: str) -> str:
+    """`engine` of `engine-1.server` and of `any engine`; a role's own name."""
+    return target.removeprefix("any ").partition(".")[0].partition("-")[0]
 
 
 def _has_port(target: str) -> bool:
-    """Whether what asks it looks its address up, so that a proxy can take its place."""
-    return target in ("serving", "rollout", "any engine") or target.startswith("engine-")
+    return target in LOOKED_UP or kind_of(target) in ("engine", "standby")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_rl_ft.chaos import engine_wrapper, plan
+from torchtitan_rl_ft.chaos import disk, engine_wrapper, failing_reduce
+from torchtitan_rl_ft.chaos.holds import Holds
 from torchtitan_rl_ft.chaos.injector import Injector
+from torchtitan_rl_ft.chaos.job_plan import JobPlan, numbered
 from torchtitan_rl_ft.chaos.memory import Memory
-from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
+from torchtitan_rl_ft.chaos.schedule import Schedule
 from torchtitan_rl_ft.chaos.targets import Targets
 from torchtitan_rl_ft.config.resolve import Resolved
-from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
@@ -37,14 +38,14 @@ def main(resolved: Resolved) -> int:
     attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     export_events(events, resolved.sections.otel, folder.token())
-    serving = RoleClient("serving", lambda: _url(folder), folder.token())
+    serving = RoleClient("serving", lambda: url_of(folder), folder.token())
     try:
-        targets = Targets(
-            folder, _names(resolved.sections), lambda: _status(serving), seed=chaos.seed
-        )
-        schedule = Schedule(keyed([plan.parse(f) for f in chaos.faults]), time.monotonic())
-        injector = Injector(folder, schedule, targets, Memory(folder), events)
-        events.emit(Kind.READY, faults=len(chaos.faults))
+        plan = JobPlan.of(chaos)
+        targets = Targets(folder, numbered(resolved), lambda: status_of(serving), seed=chaos.seed)
+        schedule = Schedule(plan.planned(), time.monotonic(), plan.drawn(chaos))
+        holds = Holds(folder, lambda name: disk.of(name, resolved))
+        injector = Injector(folder, schedule, targets, Memory(folder), events, holds)
+        events.emit(Kind.READY, faults=len(plan.faults))
         injector.run(stop)
     except (OSError, ValueError) as e:
         print(f"torchtitan: error: chaos: {e}", file=sys.stderr)
@@ -55,11 +56,19 @@ def main(resolved: Resolved) -> int:
     return ExitCode.DONE
 
 
-def with_proxies(resolved: Resolved) -> Resolved:
-    """The same job with its engines behind proxies, when a fault needs that. Raises OSError."""
-    faults = [plan.parse(line) for line in resolved.sections.chaos.faults]
-    if not (resolved.sections.chaos.enable and plan.behind_proxy(faults)):
+def made_ready(resolved: Resolved) -> Resolved:
+    """The same job with what its faults need from the start: engines behind proxies, and process
+    groups that can fail (by this process's environment, which its roles inherit). Raises OSError.
+    """
+    if not resolved.sections.chaos.enable:
         return resolved
+    plan = JobPlan.of(resolved.sections.chaos)
+    if plan.failing_sums():
+        failing_reduce.put_before(os.environ)
+    return _behind_proxies(resolved) if plan.engines_behind_proxy() else resolved
+
+
+def _behind_proxies(resolved: Resolved) -> Resolved:
     path = resolved.run_folder.path / "chaos" / "engine_python"
     python = resolved.sections.rollout.engine_python
     if python == str(path):  # an earlier start of this run
@@ -67,24 +76,16 @@ def with_proxies(resolved: Resolved) -> Resolved:
     script = engine_wrapper.make_interpreter(path, python)
     values = copy.deepcopy(resolved.values)
     values["rollout"]["engine_python"] = str(script)
-    why = "chaos.faults: engines behind proxies, for a black hole"
+    why = "chaos: engines behind proxies, for a black hole"
     return Resolved(values, {**resolved.origins, "rollout.engine_python": why})
 
 
-def _names(sections: Sections) -> list[str]:
-    """Engines that take requests, and trainers: what `any` may mean."""
-    rollout = sections.rollout
-    engines = sum(g.engines for g in rollout.groups) or rollout.engines
-    groups = sections.fault_tolerance.replica_groups
-    return [f"engine-{i}" for i in range(engines)] + [f"trainer-{g}" for g in range(groups)]
-
-
-def _url(folder: RunFolder) -> str | None:
+def url_of(folder: RunFolder) -> str | None:
     address = folder.role("serving")
     return address.url if address is not None else None
 
 
-def _status(serving: RoleClient) -> Mapping[str, Any] | None:
+def status_of(serving: RoleClient) -> Mapping[str, Any] | None:
     """Bounded: serving may be a victim itself."""
     try:
         return serving.get("/v1/status", deadline_s=STATUS_TIMEOUT_S)

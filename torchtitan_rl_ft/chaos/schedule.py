@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +43,20 @@ class Schedule:
     """Only what happens in the present life of the run (since its start, or its last resume)
     makes a fault due."""
 
-    def __init__(self, planned: Sequence[Planned], started_mono_s: float) -> None:
-        """`started_mono_s`: when the life began, for a run without a supervisor."""
+    def __init__(
+        self,
+        planned: Sequence[Planned],
+        started_mono_s: float,
+        drawn: Iterator[Planned] | None = None,
+    ) -> None:
+        """`started_mono_s`: when the life began, for a run without a supervisor. `drawn`: more of
+        them, by time of training, in order and perhaps without end."""
         self._planned, self._started_mono_s = list(planned), started_mono_s
+        self._drawn = drawn or iter(())
+        self._next_drawn = next(self._drawn, None)
         self._clock = TrainingClock()
         self._came: dict[str, float] = {}
-        self._sealed = 0
+        self._sealed = self._step = 0
 
     def see(self, line: Mapping[str, Any]) -> None:
         """The next line of events.jsonl."""
@@ -66,14 +74,52 @@ class Schedule:
         if kind == Kind.SEAL:
             self._sealed = int(line.get("step") or self._sealed)
 
+    def keys(self) -> list[str]:
+        """Of all that are known; what is drawn is known when it is due."""
+        return [p.key for p in self._planned]
+
+    def passed(self, line: Mapping[str, Any]) -> None:
+        """A line of before this schedule was made: where the run stands, nothing is due by it."""
+        self._clock.see(line)
+        if line.get("kind") == Kind.SEAL:
+            self._sealed = int(line.get("step") or self._sealed)
+        if line.get("kind") == Kind.COMMIT:
+            self._step = int(line.get("step") or 0)
+
+    def too_late(self, now_mono_s: float) -> list[Fault]:
+        """Faults whose moment came before this schedule was made."""
+        found = []
+        for fault in (p.fault for p in self._planned):
+            moment = fault.moment
+            reached = {When.STEP: self._step, When.ROLLOUT: self._sealed}.get(moment.when, -1)
+            training_s = self._clock.training_s(now_mono_s)
+            if moment.when is When.TRAINING and training_s is not None:
+                late = moment.after_s < training_s
+            else:
+                late = moment.number <= reached
+            if late:
+                found.append(fault)
+        return found
+
     def due(self, now_mono_s: float) -> list[Due]:
         """Faults whose moment has come, in the order of the plan, also those given before."""
+        self._draw(now_mono_s)
         found = []
         for p in self._planned:
             at = self._moment_mono_s(p)
             if at is not None and at <= now_mono_s:
                 found.append(Due(p.key, p.fault, at))
         return found
+
+    def _draw(self, now_mono_s: float) -> None:
+        training_s = self._clock.training_s(now_mono_s)
+        while (
+            training_s is not None
+            and (drawn := self._next_drawn) is not None
+            and drawn.fault.moment.after_s <= training_s
+        ):
+            self._planned.append(drawn)
+            self._next_drawn = next(self._drawn, None)
 
     def _moment_mono_s(self, planned: Planned) -> float | None:
         moment = planned.fault.moment

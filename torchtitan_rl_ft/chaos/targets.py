@@ -34,7 +34,8 @@ class Victim:
 
 
 class Targets:
-    """Resolves the names of a plan. `names`: the engines and trainers that a job has."""
+    """Resolves the names of a plan. `names`: what a job has of what is
+    numbered."""
 
     def __init__(self, folder: RunFolder, names: Sequence[str], status: Status, seed: int) -> None:
         self._folder, self._names = folder, list(names)
@@ -46,7 +47,10 @@ class Targets:
         data = line.get("data", {})
         if line.get("kind") == Kind.SPAWN and "pid" in data and "start_time" in data:
             name = str(data.get("subject", line.get("name")))
-            self._spawned[name] = ProcessId(int(data["pid"]), float(data["start_time"]))
+            found = ProcessId(int(data["pid"]), float(data["start_time"]))
+            if line.get("phase") == "promoted":  # a standby is a group from now on
+                self._spawned = {k: v for k, v in self._spawned.items() if v != found}
+            self._spawned[name] = found
 
     def resolve(self, target: str, key: str) -> Victim | None:
         """The process that `target` means now; None when there is none. What is left open is
@@ -69,7 +73,7 @@ class Targets:
         if part in WORKER_TITLES:
             worker = titled(process.descendants(found), WORKER_TITLES[part])
             return Victim(name, worker, False, listed) if worker is not None else None
-        whole_tree = not part and base.startswith(("engine-", "trainer-"))
+        whole_tree = not part and base.startswith(("engine-", "trainer-", "standby-"))
         return Victim(name, found, whole_tree, listed)
 
     def _engine(self, name: str) -> tuple[ProcessId | None, str | None]:

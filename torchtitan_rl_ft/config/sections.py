@@ -405,6 +405,9 @@ class ChaosSection:
     """File of a recorded fault trace to inject again: events.jsonl of a run, or what `torchtitan
     chaos --record` wrote."""
 
+    replay_by: Literal["time", "step"] = "time"
+    """Inject recorded faults at the same times of training, or so long after the same steps."""
+
     seed: int = 0
     """Seed of what a fault leaves open."""
 

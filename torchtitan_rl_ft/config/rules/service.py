@@ -110,12 +110,15 @@ def watching(job: Job) -> Iterator[str]:
 def chaos(job: Job) -> Iterator[str]:
     """The faults themselves are checked by the command, which alone knows their language."""
     section = job.resolved.sections.chaos
-    if section.enable and not section.faults:
+    yield from job.not_negative("chaos", "mtbf_s")
+    if section.enable and not (section.faults or section.mtbf_s or section.replay):
         yield job.broken(
-            "there is nothing to inject: name faults, or leave chaos.enable out",
-            "chaos.enable",
-            "chaos.faults",
+            "there is nothing to inject: name faults, faults to be drawn or a trace to be "
+            "replayed, or leave chaos.enable out",
+            *(f"chaos.{key}" for key in ("enable", "faults", "mtbf_s", "replay")),
         )
+    if section.mtbf_s > 0 and not section.mtbf_faults:
+        yield job.broken("there is nothing to draw from", "chaos.mtbf_s", "chaos.mtbf_faults")
 
 
 def secrets(job: Job) -> Iterator[str]:

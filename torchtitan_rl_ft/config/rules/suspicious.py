@@ -117,11 +117,18 @@ def suspicious(job: Job) -> list[str]:
             goes_on,
         )
     chaos = job.resolved.sections.chaos
+    for key in ("faults", "mtbf_s", "replay"):
+        warn(
+            bool(getattr(chaos, key)) and not chaos.enable,
+            "the faults are not injected",
+            f"chaos.{key}",
+            "chaos.enable",
+        )
     warn(
-        bool(chaos.faults) and not chaos.enable,
-        "the faults are not injected",
-        "chaos.faults",
-        "chaos.enable",
+        bool(chaos.mtbf_faults) and not chaos.mtbf_s,
+        "no fault is drawn",
+        "chaos.mtbf_faults",
+        "chaos.mtbf_s",
     )
     path = job.resolved.sections.model.hf_assets_path
     warn(
