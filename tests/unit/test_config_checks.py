@@ -528,8 +528,10 @@ def test_every_shipped_file_passes(report: Reporter, name: str) -> None:
     assert check(resolve(["--job.config_file", name]), MACHINE).problems == []
 
 
-def test_a_missing_exporter_is_one_error_with_its_cure(report: Reporter) -> None:
+def test_a_missing_package_is_one_error_with_its_cure(report: Reporter) -> None:
     on = machine("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
     assert not report(on=on).problems
     [problem] = report("--otel.endpoint", "http://127.0.0.1:4318", on=on).problems
     assert "pip install 'torchtitan_rl_ft[otel]'" in problem
+    [problem] = report("--metrics.enable_wandb", on=machine("wandb")).problems
+    assert "pip install wandb" in problem

@@ -56,6 +56,7 @@ RULES = (
     service.chaos,
     service.secrets,
     observing.otel,
+    observing.metric_sinks,
 )
 
 

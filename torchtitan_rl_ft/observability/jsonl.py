@@ -12,12 +12,24 @@ class JsonlTail:
     """Hands out the complete lines appended to a file since the last call. The file may not
     exist yet, and its last line may still be in the making."""
 
-    def __init__(self, path: Path, *, may_begin_anew: bool = False, from_end: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        may_begin_anew: bool = False,
+        from_end: bool = False,
+        offset: int = 0,
+    ) -> None:
         """`may_begin_anew`: it may be removed by hand, and is read from the start then. `from_end`:
-        only what is appended from now on."""
+        only what is appended from now on. `offset`: only what is beyond so many bytes."""
         self._path, self._may_begin_anew = path, may_begin_anew
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self._offset = path.stat().st_size if from_end and path.exists() else offset
         self.unreadable = 0  # complete lines that were not JSON objects
+
+    @property
+    def offset(self) -> int:
+        """Bytes that were read."""
+        return self._offset
 
     def read(self) -> list[dict[str, Any]]:
         try:

@@ -29,6 +29,7 @@ from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.exits import exits_of, note_of
+from torchtitan_rl_ft.roles.sinks import sinks_of
 from torchtitan_rl_ft.rollout import plugins, schedule, service
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.dumps import ModelIdentity
@@ -68,6 +69,7 @@ def main(resolved: Resolved) -> int:
     folder = resolved.run_folder
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     export_events(events, resolved.sections.otel, folder.token(), metrics=folder.metrics)
+    sinks = sinks_of(resolved, events)
     try:
         return asyncio.run(_interruptible(resolved, folder, events))
     except DumpInvalid as e:
@@ -77,6 +79,7 @@ def main(resolved: Resolved) -> int:
         print(f"torchtitan: error: {NAME}: {e}", flush=True)
         return ExitCode.FAILED
     finally:
+        sinks.close()
         events.close()
 
 

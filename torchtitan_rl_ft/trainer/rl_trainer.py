@@ -101,7 +101,9 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         method = config.fault_tolerance.semi_sync_method
         # TorchTitan would wrap the model in torchft's own DiLoCo or LocalSGD.
         group = dataclasses.replace(config.fault_tolerance, semi_sync_method=None)
-        super().__init__(dataclasses.replace(config, fault_tolerance=group))
+        # The rollout role writes for the run as a whole (observability/metric_sinks.py).
+        metrics = dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False)
+        super().__init__(dataclasses.replace(config, fault_tolerance=group, metrics=metrics))
         torchtitan_cpu.prepare_model(self.model_parts)
         self._outer = None
         if method is not None:

@@ -26,6 +26,14 @@ def otel(job: Job) -> Iterator[str]:
         )
 
 
+def metric_sinks(job: Job) -> Iterator[str]:
+    yield from job.positive("metrics", "log_freq")
+    for key, module in (("enable_wandb", "wandb"), ("enable_tensorboard", "tensorboard")):
+        path = f"metrics.{key}"
+        if job.resolved.get(path) and not job.machine.has_module(module):
+            yield job.broken(f"{module} is not installed: pip install {module}", path)
+
+
 def _is_http(url: str) -> bool:
     try:
         parts = urlsplit(url)

@@ -130,6 +130,11 @@ def suspicious(job: Job) -> list[str]:
         "chaos.mtbf_faults",
         "chaos.mtbf_s",
     )
+    warn(
+        bool(job.resolved.get("metrics.save_for_all_ranks")),
+        "TensorBoard and W&B are written once for the run, not by ranks",
+        "metrics.save_for_all_ranks",
+    )
     path = job.resolved.sections.model.hf_assets_path
     warn(
         bool(path) and not job.starting and not job.machine.exists(path),
