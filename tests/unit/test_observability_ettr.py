@@ -1,71 +1,160 @@
-"""ETTR, first form, against hand computations."""
+"""ETTR, both definitions, against hand computations."""
+
+import math
 
 import pytest
 
-from torchtitan_rl_ft.observability.ettr import ettr
-from torchtitan_rl_ft.observability.events import Event, Kind
+from tests.unit.run_events import Log
+from torchtitan_rl_ft.observability.ettr import CAUSES, measure, samples
 
 
-def event(at_s, kind, **fields):
-    base = {"wall_s": 1e9 + at_s, "mono_s": at_s, "run": "r", "role": "x", "name": "x"}
-    return Event(**{**base, "attempt": 1, "pid": 1, "kind": kind, **fields})
+def lost(figure):
+    return {
+        role: {cause: round(s, 6) for cause, s in causes.items() if s > 1e-9}
+        for role, causes in figure.lost_s.items()
+        if any(s > 1e-9 for s in causes.values())
+    }
 
 
-START = event(100.0, Kind.RUN, phase="start")
-WORK = event(110.0, Kind.ISSUE)
+def calm(log, steps=5):
+    """2 s of rollout and 3 s of training, step after step."""
+    for _ in range(steps):
+        log.rollout(2.0)
+        log.train(3.0)
 
 
-def commit(at_s, step):
-    return event(at_s, Kind.COMMIT, step=step)
+def job(groups=1, engines=1):
+    log = Log(groups=groups, engines=engines)
+    log.start(startup_s=10.0)
+    return log
 
 
-def test_no_commit_has_no_ratio():
-    assert ettr([START, WORK]) is None
+def test_nothing_committed_has_no_ratio():
+    assert measure([]) is None
+    assert measure(job().events) is None
+    assert samples(job().events, 10.0, 1.0) == []
 
 
-def test_undisturbed_run_loses_only_its_startup():
-    found = ettr([START, WORK, commit(112.0, 1), commit(114.0, 2), commit(116.0, 3)])
-    assert (found.wall_s, found.startup_s, found.productive_s) == (16.0, 10.0, 6.0)
-    assert (found.lost_s, found.step_s, found.steps) == (0.0, 2.0, 3)
-    assert found.ratio == pytest.approx(6 / 16)
-    assert found.after_startup == 1.0
+def test_a_run_without_a_fault_loses_start_up_and_waits():
+    log = job()
+    calm(log)
+    found = measure(log.events)
+    assert (found.wall_s, found.startup_s, found.step_s, found.steps) == (35.0, 10.0, 5.0, 5)
+    assert found.slot_s == 70.0
+    # The trainer works 3 s of 5, the engine 2 s: 25 of 70 slot-seconds.
+    assert found.strict.ratio == pytest.approx(25 / 70)
+    assert found.strict.after_startup == pytest.approx(0.5)
+    assert lost(found.strict) == {"trainer": {"wait": 20.0}, "engine": {"wait": 25.0}}
+    # By the paper the job makes progress all the time after its start-up.
+    assert found.paper.ratio == pytest.approx(25 / 35)
+    assert found.paper.after_startup == 1.0
+    assert lost(found.paper) == {"trainer": {"wait": 10.0}, "engine": {"wait": 10.0}}
+    for figure in (found.strict, found.paper):
+        assert figure.fault_free == pytest.approx(figure.ratio)
 
 
-@pytest.mark.parametrize("kind", [Kind.FAULT, Kind.RESTART, Kind.REFUSE, Kind.HEAL])
-def test_excess_of_a_disturbed_step_is_lost(kind):
-    disturbance = event(115.0, kind)
-    found = ettr([START, WORK, commit(112.0, 1), commit(114.0, 2), disturbance, commit(121.0, 3)])
-    assert (found.productive_s, found.lost_s) == (6.0, 5.0)
+def test_a_lost_trainer_while_nobody_rolls_out():
+    """Killed 1 s into its training; 4 s restart, 2 s reconnect, 3 s to the commit."""
+    log = job()
+    calm(log)
+    log.rollout(2.0)
+    log.kill_trainer(0, after_s=1.0, restart_s=4.0, reconnect_s=2.0)
+    log.train(3.0)
+    found = measure(log.events)
+    assert found.wall_s == 35.0 + 2.0 + 1.0 + 6.0 + 3.0
+    [outage] = found.outages
+    assert outage.phase_s == pytest.approx(
+        {"detect": 0.0, "restart": 4.0, "reconnect": 2.0, "redo": 3.0}
+    )
+    # 6 steps' worth of 3 s of training and 2 s of rollout; the 1 s before the kill is lost.
+    assert found.strict.ratio == pytest.approx(30 / (2 * 47))
+    assert lost(found.strict)["trainer"] == pytest.approx(
+        # Both slots stand still for 6 s; the trainer has to do 1 s again; it waits as ever.
+        {"restart": 8.0, "reconnect": 4.0, "redo": 1.0, "wait": 10.0 + 6 * 2.0}
+    )
+    # By the paper too nothing goes on: in sync mode the engines have nothing to do.
+    assert found.paper.ratio == pytest.approx((2 * 47 - 20 - 12 - 1) / (2 * 47))
+    assert found.strict.fault_free == pytest.approx(30 / (2 * 40))
+    assert found.step_s == 5.0
 
 
-def test_step_that_was_disturbed_but_quick_counts_as_it_is():
-    found = ettr([START, WORK, commit(114.0, 1), event(115.0, Kind.FAULT), commit(117.0, 2)])
-    assert (found.productive_s, found.lost_s) == (7.0, 0.0)
+def test_rollouts_that_go_on_while_the_trainers_recover_count_half_by_the_paper():
+    """Equal roles, all trainers gone for 6 s, rollouts running: credit 0.5."""
+    log = job()
+    calm(log)
+    log.rollout(2.0)
+    log.kill_trainer(0, after_s=0.0, restart_s=4.0, reconnect_s=2.0, rolling=True)
+    log.train(3.0)
+    found = measure(log.events)
+    assert found.paper.ratio == pytest.approx((2 * (35.0 - 10.0 + 5.0) + 6.0) / (2 * 46.0))
+    assert lost(found.paper)["trainer"] == pytest.approx(
+        {"restart": 4.0, "reconnect": 2.0, "wait": 10.0}
+    )
 
 
-def test_superseded_steps_count_once():
-    events = [START, WORK, commit(112.0, 1), commit(114.0, 2), commit(116.0, 3)]
-    events += [event(117.0, Kind.SUPERSEDE, data={"from_step": 3, "to_step": 1})]
-    events += [commit(120.0, 2), commit(122.0, 3)]
-    found = ettr(events)
-    # 2 s each for steps 1, 2 (disturbed: the median) and 3; the 4 s done twice and 2 s are lost.
-    assert (found.steps, found.productive_s, found.lost_s) == (3, 6.0, 6.0)
+def test_a_superseded_step_counts_in_neither():
+    log = job()
+    calm(log, 4)
+    log.supersede(to_step=3)
+    log.train(3.0)
+    found = measure(log.events)
+    assert found.steps == 4
+    assert lost(found.strict)["trainer"]["redo"] == pytest.approx(3.0)
+    assert lost(found.paper)["trainer"]["redo"] == pytest.approx(3.0)
 
 
-def test_only_the_last_life_counts():
-    earlier = [START, WORK, commit(112.0, 1), event(113.0, Kind.RUN, phase="end")]
-    later = [event(500.0, Kind.RUN, phase="resume"), event(505.0, Kind.BEGIN), commit(506.0, 2)]
-    found = ettr(earlier + later)
-    assert (found.wall_s, found.startup_s, found.productive_s, found.steps) == (6.0, 5.0, 1.0, 1)
+def test_rollout_that_was_thrown_away_counts_by_the_paper_alone():
+    log = job()
+    calm(log, 2)
+    log.rollout(2.0, dropped=True)
+    log.rollout(2.0)
+    log.train(3.0)
+    found = measure(log.events)
+    assert lost(found.strict)["engine"]["redo"] == pytest.approx(2.0)
+    assert "redo" not in lost(found.paper).get("engine", {})
+    assert found.paper.after_startup == 1.0
 
 
-def test_order_of_lines_does_not_matter():
-    events = [START, WORK, commit(112.0, 1), event(113.0, Kind.FAULT), commit(117.0, 2)]
-    shuffled = [events[i] for i in (0, 3, 1, 4, 2)]
-    assert ettr(shuffled) == ettr(events)
+def test_a_group_weighs_as_much_as_it_has_ranks():
+    log = Log(groups=1, engines=1, ranks={"trainer": 3, "engine": 1})
+    log.start(startup_s=0.0)
+    calm(log)
+    found = measure(log.events)
+    assert found.slots == {"trainer-0": 3.0, "engine-0": 1.0}
+    assert found.strict.ratio == pytest.approx((3 * 3 + 2 * 1) / (4 * 5))
 
 
-def test_parts_sum_to_the_wall_time():
-    events = [START, WORK, commit(113.0, 1), event(114.0, Kind.FAULT), commit(121.0, 2)]
-    found = ettr(events)
-    assert found.startup_s + found.productive_s + found.lost_s == pytest.approx(found.wall_s)
+def test_windows_see_only_their_own_time():
+    log = job()
+    calm(log)
+    log.rollout(2.0)
+    log.kill_trainer(0, after_s=0.0, restart_s=4.0, reconnect_s=2.0)
+    log.train(3.0)
+    calm(log, 4)
+    found = samples(log.events, 10.0, 5.0)
+    assert [s.at_s for s in found] == [*(5.0 * i for i in range(1, 14)), 66.0]
+    assert found[0].strict == found[0].paper == 0.0
+    assert found[6].strict == pytest.approx(25 / 70)  # at 35 s: before the fault
+    assert found[6].strict_window == pytest.approx(0.5)
+    assert found[-1].strict == pytest.approx(measure(log.events).strict.ratio)
+    assert found[-1].strict_window == pytest.approx(0.5)
+    assert min(s.paper_window for s in found[2:]) < 1.0
+
+
+@pytest.mark.parametrize(("window_s", "every_s"), [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0)])
+def test_a_window_without_a_length_is_refused(window_s, every_s):
+    with pytest.raises(ValueError, match="must be above 0"):
+        samples([], window_s, every_s)
+
+
+def test_lost_slot_seconds_sum_to_what_is_missing():
+    log = job(groups=2, engines=2)
+    calm(log)
+    log.rollout(2.0)
+    log.kill_trainer(1, after_s=0.5, restart_s=4.0, reconnect_s=2.0)
+    log.train(3.0)
+    found = measure(log.events)
+    for figure in (found.strict, found.paper):
+        sums = math.fsum(s for causes in figure.lost_s.values() for s in causes.values())
+        assert sums == pytest.approx((1 - figure.ratio) * found.slot_s)
+        assert all(tuple(causes) == CAUSES for causes in figure.lost_s.values())

@@ -1,103 +1,266 @@
-"""Effective training time ratio, first form: a pure function of the events of one run.
+"""Effective training time ratio: a pure function of the events of a run.
 
-    ETTR = productive step time / wall time, from the run's start to its last commit
+A **slot** is a place of work: a trainer group's (it weighs as much as it has ranks) or an
+engine's. Two definitions, side by side:
 
-A step's time is the interval between its commit and the one before (the first step's: from the
-first prompt that goes out, the end of start-up). Of a step in which a fault was seen
-only as much counts as productive as the median undisturbed step took; the excess is lost. A
-step that was superseded (trained again after its state was lost) counts nothing. Start-up is
-not productive, so a run without faults stays below 1; `after_startup` leaves start-up out.
+* `paper` (RobustRL, OSDI '26; ByteRobust, SOSP '25: productive time / wall time of the job): a
+  second counts while the job makes progress. All stages of compute count, and rollout that is done
+  again. While some slots recover, those count in which work goes on: with all trainers gone and
+  rollouts running that is the paper's rollouts / (rollouts + trainers).
+* `strict`: slot-seconds whose output is in the committed history / all slot-seconds. Work that was
+  refused, superseded or thrown away does not count, a slot that waits neither.
+
+Start-up counts in neither. What a slot loses has a cause: the phase of an outage (`detect`,
+`restart`, `reconnect`, `redo`) and the role that had it, or `wait` and its own role.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.lives import lives
+from torchtitan_rl_ft.observability.outages import Outage, Outages
+from torchtitan_rl_ft.observability.slot_time import CAUSES, Entry, entries_of
+from torchtitan_rl_ft.observability.slots import Slots
+from torchtitan_rl_ft.observability.tracks import Segment, Track, union
 
-DISTURBANCES = frozenset(
-    {Kind.FAULT, Kind.RESTART, Kind.REFUSE, Kind.HEAL, Kind.SUPERSEDE, Kind.CHAOS}
-)
+DISTURBANCES = frozenset({Kind.REFUSE, Kind.HEAL, Kind.SUPERSEDE})
+"""Of a step in which one of these, or an outage, falls nothing is learned of undisturbed steps."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    ratio: float
+    after_startup: float  # of the time after start-up alone
+    fault_free: float | None
+    """The ratio had every step been like the undisturbed ones; None when there was none."""
+
+    lost_s: dict[str, dict[str, float]]
+    """Slot-seconds by the role whose outage it was (`wait`: that waited) and by cause. In sum
+    (1 - ratio) * slot-seconds."""
 
 
 @dataclass(frozen=True)
 class Ettr:
-    """All in seconds of the host's monotonic clock. wall = startup + productive + lost."""
+    """Seconds of the host's monotonic clock."""
 
-    wall_s: float
+    wall_s: float  # from the start to the last commit, or to the end of what came after it
     startup_s: float
-    productive_s: float
-    lost_s: float
-    step_s: float  # median undisturbed step
+    step_s: float | None  # median undisturbed step
     steps: int
+    slots: dict[str, float]  # weight by name
+    slot_s: float  # slot-seconds in all, weighted
+    strict: Figure
+    paper: Figure
+    outages: list[Outage] = field(default_factory=list)
 
-    @property
-    def ratio(self) -> float:
-        return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
-
-    @property
-    def after_startup(self) -> float:
-        active_s = self.wall_s - self.startup_s
-        return self.productive_s / active_s if active_s > 0 else 0.0
+    def to_json(self) -> dict[str, Any]:
+        plain = {k: v for k, v in self.__dict__.items() if k != "outages"}
+        plain |= {"strict": asdict(self.strict), "paper": asdict(self.paper)}
+        return plain | {"outages": [o.to_json() for o in self.outages]}
 
 
 @dataclass(frozen=True)
-class _Step:
-    step: int
-    duration_s: float
-    disturbed: bool
+class EttrSample:
+    """At one moment: of all time since the start, and of the window before it."""
+
+    at_s: float  # since the start of the life
+    strict: float
+    paper: float
+    strict_window: float
+    paper_window: float
 
 
-def ettr(events: Iterable[Event]) -> Ettr | None:
-    """ETTR of the last life of the run (since the last RUN start or resume); None before its
-    first commit."""
-    life = last_life(events)
-    commits = [e for e in life if e.kind is Kind.COMMIT and e.step is not None]
-    if not commits:
-        return None
-    start_s = life[0].mono_s
-    begin_s = max(start_s, _first_work_s(life, commits[0].mono_s))
-    steps = _steps(life, begin_s)
-    calm = [s.duration_s for s in steps if not s.disturbed] or [s.duration_s for s in steps]
-    typical_s = statistics.median(calm) if calm else 0.0
-    productive_s = sum(min(s.duration_s, typical_s) if s.disturbed else s.duration_s for s in steps)
-    wall_s = commits[-1].mono_s - start_s
-    startup_s = begin_s - start_s
-    lost_s = max(0.0, wall_s - startup_s - productive_s)
-    return Ettr(wall_s, startup_s, productive_s, lost_s, typical_s, len(steps))
+def measure(events: Iterable[Event], *, whole_run: bool = False) -> Ettr | None:
+    """Of the last life of the run, or from its first start on with what lay between its lives.
+    None before the first commit."""
+    settled = _settled(events, whole_run=whole_run)
+    return None if settled is None else settled.ettr()
 
 
-def last_life(events: Iterable[Event]) -> list[Event]:
-    """The events since the last RUN start, resume or reattach, in the order of the clock."""
-    life: list[Event] = []
-    for event in events:
-        if event.kind is Kind.RUN and event.phase in ("start", "resume", "reattach"):
-            life = []
-        life.append(event)
-    return sorted(life, key=lambda e: e.mono_s)
+def samples(events: Iterable[Event], window_s: float, every_s: float) -> list[EttrSample]:
+    """Of the last life, every `every_s` of it and at its end. Raises ValueError."""
+    if not (window_s > 0 and every_s > 0):
+        raise ValueError(f"window ({window_s:g} s) and interval ({every_s:g} s) must be above 0")
+    settled = _settled(events)
+    return [] if settled is None else settled.samples(window_s, every_s)
 
 
-def _first_work_s(life: list[Event], first_commit_s: float) -> float:
-    """When the first prompts went out or, without a rollout, the first step began."""
-    for event in life:
-        if event.kind in (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN) and event.mono_s <= first_commit_s:
-            return event.mono_s
-    return first_commit_s
+def _settled(events: Iterable[Event], *, whole_run: bool = False) -> Settled | None:
+    found = Accounts()
+    of_lives = [life.events for life in lives(events)]
+    for event in itertools.chain.from_iterable(of_lives if whole_run else of_lives[-1:]):
+        found.add(event)
+    return found.settled() if found.slots.committed_s else None
 
 
-def _steps(life: list[Event], begin_s: float) -> list[_Step]:
-    steps: list[_Step] = []
-    since_s, disturbed = begin_s, False
-    for event in life:
-        if event.mono_s < begin_s:
-            continue
-        if event.kind is Kind.SUPERSEDE:
-            steps = [s for s in steps if s.step <= int(event.data.get("to_step", 0))]
-        if event.kind in DISTURBANCES:
-            disturbed = True
-        if event.kind is Kind.COMMIT and event.step is not None:
-            steps.append(_Step(event.step, event.mono_s - since_s, disturbed))
-            since_s, disturbed = event.mono_s, False
-    return steps
+class Accounts:
+    """Fed event by event, in the order of the clock."""
+
+    def __init__(self) -> None:
+        self.slots, self._outages = Slots(), Outages()
+        self._disturbed_s: list[float] = []
+        self._work_s: float | None = None  # the first prompts went out, or the first step began
+        self._start_s: float | None = None
+        self._last_s = 0.0
+
+    def add(self, event: Event) -> None:
+        if self._start_s is None:
+            self._start_s = event.mono_s
+        self.slots.add(event)
+        self._outages.add(event)
+        self._last_s = max(self._last_s, event.mono_s)
+        if event.kind in DISTURBANCES and self.slots.committed_s:
+            self._disturbed_s.append(event.mono_s)
+        works = event.kind in (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN, Kind.COMMIT)
+        if works and self._work_s is None:
+            self._work_s = event.mono_s
+
+    def settled(self) -> Settled:
+        """Needs a commit."""
+        outages = self._outages.all()
+        ends_s = self.slots.committed_s
+        start_s = self._start_s or 0.0
+        work_s = start_s if self._work_s is None else self._work_s
+        begin_s = min(max(start_s, work_s), max(start_s, ends_s[0]))
+        # A fault that came after the last commit counts until it is over.
+        after_s = [o.until_s for o in outages if o.until_s > ends_s[-1]]
+        end_s = min(max([ends_s[-1], *after_s]), self._last_s)
+        bad = [Segment(o.began_s, max(o.until_s, o.began_s + _MOMENT_S)) for o in outages]
+        bad += [Segment(t, t + _MOMENT_S) for t in self._disturbed_s]
+        return Settled(
+            start_s=start_s,
+            begin_s=begin_s,
+            end_s=end_s,
+            steps=len({step for _, step in self.slots.commits}),
+            calm=_calm([begin_s, *ends_s], union(bad)),
+            entries=entries_of(self.slots, outages, start_s, begin_s, end_s),
+            outages=outages,
+            weights={s.name: s.weight for s in self.slots.slots.values()},
+        )
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The time of all slots, accounted for."""
+
+    start_s: float
+    begin_s: float  # end of the start-up
+    end_s: float
+    steps: int
+    calm: list[tuple[float, float]]  # steps without a fault
+    entries: list[Entry]
+    outages: list[Outage]
+    weights: dict[str, float]
+
+    def ettr(self) -> Ettr:
+        return Ettr(
+            wall_s=self.end_s - self.start_s,
+            startup_s=self.begin_s - self.start_s,
+            step_s=statistics.median(b - a for a, b in self.calm) if self.calm else None,
+            steps=self.steps,
+            slots=self.weights,
+            slot_s=math.fsum(e.slot_s for e in self.entries),
+            strict=self._figure("strict"),
+            paper=self._figure("paper"),
+            outages=self.outages,
+        )
+
+    def _figure(self, kind: str) -> Figure:
+        sums = _Sums(self.entries, kind)
+        lost_s: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
+        for entry in self.entries:
+            if not getattr(entry, kind):
+                lost_s[entry.role][entry.cause] += entry.slot_s
+        return Figure(
+            ratio=sums.ratio([(self.start_s, self.end_s)]),
+            after_startup=sums.ratio([(self.begin_s, self.end_s)]),
+            fault_free=self._fault_free(sums),
+            lost_s={role: lost_s[role] for role in sorted(lost_s)},
+        )
+
+    def _fault_free(self, sums: _Sums) -> float | None:
+        """Start-up, and as many steps as there are, each like the mean undisturbed one."""
+        if not self.calm:
+            return None
+        steps_s = self.steps * statistics.fmean(b - a for a, b in self.calm)
+        total_s = self.begin_s - self.start_s + steps_s
+        return sums.ratio(self.calm) * steps_s / total_s if total_s > 0 else None
+
+    def samples(self, window_s: float, every_s: float) -> list[EttrSample]:
+        strict, paper = _Sums(self.entries, "strict"), _Sums(self.entries, "paper")
+        count = math.ceil((self.end_s - self.start_s) / every_s - 1e-9)
+        found = []
+        for i in range(1, count + 1):
+            at_s = min(self.start_s + i * every_s, self.end_s)
+            whole, window = [(self.start_s, at_s)], [(max(self.start_s, at_s - window_s), at_s)]
+            found.append(
+                EttrSample(
+                    at_s - self.start_s,
+                    strict.ratio(whole),
+                    paper.ratio(whole),
+                    strict.ratio(window),
+                    paper.ratio(window),
+                )
+            )
+        return found
+
+
+_MOMENT_S = 1e-9
+
+
+def _calm(bounds_s: Sequence[float], bad: Track) -> list[tuple[float, float]]:
+    """The intervals between bounds in which nothing bad is."""
+    found, i = [], 0
+    for since_s, until_s in itertools.pairwise(bounds_s):
+        while i < len(bad) and bad[i].end_s <= since_s:
+            i += 1
+        if until_s > since_s and not (i < len(bad) and bad[i].start_s < until_s):
+            found.append((since_s, until_s))
+    return found
+
+
+class _Sums:
+    """Shares of slot-seconds over any interval."""
+
+    def __init__(self, entries: Sequence[Entry], kind: str) -> None:
+        changes: dict[float, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for entry in entries:
+            counted = entry.weight if getattr(entry, kind) else 0.0
+            for at_s, sign in ((entry.start_s, 1.0), (entry.end_s, -1.0)):
+                changes[at_s][0] += sign * entry.weight
+                changes[at_s][1] += sign * counted
+        self._at_s = sorted(changes)
+        self._rates = list(itertools.accumulate((changes[t] for t in self._at_s), _plus))
+        self._sums = [[0.0, 0.0]]
+        for i in range(1, len(self._at_s)):
+            d_s = self._at_s[i] - self._at_s[i - 1]
+            before = zip(self._sums[-1], self._rates[i - 1], strict=True)
+            self._sums.append([s + d_s * r for s, r in before])
+
+    def ratio(self, intervals: Iterable[tuple[float, float]]) -> float:
+        """Counted over all slot-seconds, 0 when there are none."""
+        total = counted = 0.0
+        for since_s, until_s in intervals:
+            (a, b), (c, d) = self._until(since_s), self._until(until_s)
+            total, counted = total + c - a, counted + d - b
+        return min(1.0, max(0.0, counted / total)) if total > 0 else 0.0
+
+    def _until(self, at_s: float) -> list[float]:
+        i = bisect.bisect_right(self._at_s, at_s) - 1
+        if i < 0:
+            return [0.0, 0.0]
+        d_s = at_s - self._at_s[i]
+        return [s + d_s * r for s, r in zip(self._sums[i], self._rates[i], strict=True)]
+
+
+def _plus(a: list[float], b: list[float]) -> list[float]:
+    return [a[0] + b[0], a[1] + b[1]]

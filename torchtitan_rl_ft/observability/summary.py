@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl_ft.observability.ettr import Ettr, ettr, last_life
+from torchtitan_rl_ft.observability.ettr import Ettr, measure
+from torchtitan_rl_ft.observability.ettr_text import ettr_rows
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.healing import Recovery, recoveries
+from torchtitan_rl_ft.observability.lives import last_life
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
@@ -83,7 +85,7 @@ def summarise(
     rows = committed_rows(metrics)
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
     evals = [e for e in life if e.kind is Kind.EVAL]
-    ratio = ettr(events)
+    ratio = measure(events)
     dumps = {e.step: e.data for e in life if e.kind is Kind.DUMP and e.step is not None}
     rewards = {int(r["step"]): float(r["reward/mean"]) for r in rewarded}
     if not rows:  # nobody trained
@@ -154,8 +156,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
     unit, done = "steps", summary.steps
     trained: list[tuple[str, str]] = [
         ("time", _time_text(summary.phase_s)),
-        ("ETTR", _ettr_text(summary.ettr)),
-        ("lost", _lost_text(summary.ettr)),
+        *ettr_rows(summary.ettr),
     ]
     if summary.dumps and not summary.steps:
         unit, done, trained = "rollouts", len(summary.dumps), []
@@ -201,21 +202,6 @@ def _time_text(phase_s: Mapping[str, float]) -> str:
     inside = ", ".join(f"{k} {v:.1f}" for k, v in sorted(parts.items(), key=lambda p: -p[1]))
     text = ", ".join(f"{k} {phase_s[k]:.1f} s" for k in ("start-up", "step") if k in phase_s)
     return (f"{text} ({inside})" if inside else text) or "none"
-
-
-def _ettr_text(value: Ettr | None) -> str:
-    if value is None:
-        return "none: no step was committed"
-    return (
-        f"{value.ratio:.3f} ({value.after_startup:.3f} after start-up): {value.productive_s:.1f} s "
-        f"of steps in {value.wall_s:.1f} s"
-    )
-
-
-def _lost_text(value: Ettr | None) -> str:
-    if value is None:
-        return "unknown"
-    return f"{value.lost_s:.1f} s to faults; an undisturbed step takes {value.step_s:.2f} s"
 
 
 def _fault_rows(faults: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -70,7 +70,8 @@ def _to_json(summary: Summary) -> dict[str, Any]:
     means = {"first_reward": summary.first_reward, "last_reward": summary.last_reward}
     if (saving := summary.saving) is not None:
         means |= {"mtbf_s": saving.mtbf_s, "save_interval_s": saving.interval_s}
-    return asdict(summary) | means
+    ettr = None if summary.ettr is None else summary.ettr.to_json()
+    return asdict(summary) | means | {"ettr": ettr}
 
 
 def _tell(as_json: bool, found: dict[str, Any], lines: list[str]) -> None:

@@ -1,0 +1,185 @@
+"""What became of the time of each slot: a pure function of its work and of the outages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchtitan_rl_ft.observability.outages import Outage
+from torchtitan_rl_ft.observability.slots import AT_WORK, Rollout, Slot, Slots
+from torchtitan_rl_ft.observability.tracks import Segment, Track, newest, overlay, union
+
+CAUSES = ("detect", "restart", "reconnect", "redo", "wait")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of a slice of a slot's time."""
+
+    start_s: float
+    end_s: float
+    weight: float
+    strict: bool
+    paper: bool
+    role: str  # whose loss it is, where it is lost
+    cause: str
+
+    @property
+    def slot_s(self) -> float:
+        return self.weight * (self.end_s - self.start_s)
+
+
+@dataclass(frozen=True)
+class _Lapse:
+    """A phase of an outage."""
+
+    outage: Outage
+    phase: str
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is true of a slot during a slice."""
+
+    absent: bool | None
+    startup: bool | None
+    useful: bool | None  # work whose output is in the history
+    lost: bool | None  # work that was refused, superseded or thrown away
+    phase: str | None  # of a trainer, or the state of an engine
+    own: _Lapse | None
+    job: _Lapse | None  # the newest of any process
+    trainer: _Lapse | None
+    rollout: _Lapse | None
+    serving: _Lapse | None
+    lighthouse: _Lapse | None
+    progress: bool | None  # somebody works
+
+
+def entries_of(
+    slots: Slots, outages: Sequence[Outage], start_s: float, begin_s: float, end_s: float
+) -> list[Entry]:
+    slots.settle()
+    all_ = list(slots.slots.values())
+    of_role = [
+        _lapses(o for o in outages if o.role == role)
+        for role in ("trainer", "rollout", "serving", "lighthouse")
+    ]
+    work = {s.name: _work(s, slots, end_s) for s in all_}
+    progress = union(seg for done in work.values() for seg in done.running)
+    shared = [_lapses(outages), *of_role, progress]
+    startup = [Segment(start_s, begin_s)] if begin_s > start_s else []
+    found = []
+    for slot in all_:
+        since_s, done = max(start_s, slot.since_s), work[slot.name]
+        own = _lapses(o for o in outages if _is_own(slot, o))
+        of_slot = [slot.absent(end_s), startup, done.useful, done.lost, slot.shown(end_s), own]
+        if since_s >= end_s:
+            continue
+        for part in overlay(since_s, end_s, [*of_slot, *shared]):
+            seen = _Seen(*part.values)
+            if not seen.absent:
+                found.append(_judge(slot, seen, part.start_s, part.end_s))
+    return found
+
+
+def _lapses(outages: Iterable[Outage]) -> list[Segment]:
+    """At each time the phase of the outage that began last."""
+    found = []
+    for start_s, end_s, outage in newest(Segment(o.began_s, o.until_s, o) for o in outages):
+        for phase, since_s, until_s in outage.spans:
+            since_s, until_s = max(since_s, start_s), min(until_s, end_s)
+            if until_s > since_s:
+                found.append(Segment(since_s, until_s, _Lapse(outage, phase)))
+    return found
+
+
+def _is_own(slot: Slot, outage: Outage) -> bool:
+    """Its own, or that of a slot whose place it has taken."""
+    if outage.name == slot.name:
+        return True
+    taken_s = [at_s for name, at_s in slot.places if name == outage.name]
+    return any(outage.began_s <= at_s <= outage.until_s for at_s in taken_s)
+
+
+@dataclass(frozen=True)
+class _Work:
+    useful: list[Segment]
+    lost: list[Segment]
+    running: list[Segment]  # work that may come to something, or has
+
+
+def _work(slot: Slot, slots: Slots, end_s: float) -> _Work:
+    if slot.role == "trainer":
+        spans = [(Segment(a.start_s, min(a.end_s, end_s)), a) for a in slot.attempts]
+        useful = union(s for s, a in spans if a.kept)
+        lost = union(s for s, a in spans if not a.kept and a.end_s <= end_s)
+        return _Work(useful, lost, useful)
+    at_work = [s for s in slot.shown(end_s) if s.value in AT_WORK]
+    kept = _within(at_work, _of_engine((r for r in slots.rollouts if r.kept), slot))
+    lost = _within(at_work, _of_engine(slots.lost, slot))
+    running = _within(at_work, _of_engine([*slots.rollouts, *slots.lost], slot))
+    return _Work(kept, lost, running)
+
+
+def _of_engine(rollouts: Iterable[Rollout], slot: Slot) -> list[Segment]:
+    """When the engine may have worked on them."""
+    return union(
+        Segment(r.start_s, r.end_s) for r in rollouts if not r.engines or slot.name in r.engines
+    )
+
+
+def _within(outer: Track, inner: Track) -> list[Segment]:
+    if not outer or not inner:
+        return []
+    parts = overlay(outer[0].start_s, outer[-1].end_s, [outer, inner])
+    return [Segment(p.start_s, p.end_s) for p in parts if None not in p.values]
+
+
+def _judge(slot: Slot, seen: _Seen, start_s: float, end_s: float) -> Entry:
+    def entry(strict: bool, paper: bool, role: str = "", cause: str = "") -> Entry:
+        return Entry(start_s, end_s, slot.weight, strict, paper, role, cause)
+
+    def charged(lapse: _Lapse) -> Entry:
+        return entry(False, False, lapse.outage.role, lapse.phase)
+
+    own = seen.own
+    if seen.startup:
+        return entry(False, False, slot.role, "wait")
+    if own is not None and own.outage.injected != "slow" and own.phase != "redo":
+        return charged(own)
+    if (peer := _held_up_by(slot, seen)) is not None:
+        return charged(peer)
+    if seen.useful:
+        return entry(True, True)
+    if seen.lost:
+        lapse = own or seen.job
+        role = slot.role if lapse is None else lapse.outage.role
+        return entry(False, slot.role == "engine", role, "redo")
+    if own is not None:
+        return charged(own)
+    if (needed := _needed(slot, seen)) is not None:
+        return charged(needed)
+    return entry(False, True, slot.role, "wait")
+
+
+def _held_up_by(slot: Slot, seen: _Seen) -> _Lapse | None:
+    """The trainer group for which this one waits in the middle of a step: the loss of a peer is
+    not yet noticed."""
+    peer = seen.trainer
+    waits = slot.role == "trainer" and seen.phase in ("reduce", "commit")
+    if peer is None or not waits or peer.outage.name == slot.name:
+        return None
+    return peer if peer.phase == "detect" and peer.outage.injected != "slow" else None
+
+
+def _needed(slot: Slot, seen: _Seen) -> _Lapse | None:
+    """The outage for which an idle slot waits: of what it cannot do without, or of whatever it
+    is while nobody works."""
+    needs = [seen.rollout]
+    if slot.role == "engine":
+        needs.append(seen.serving)
+    elif seen.phase == "quorum":
+        needs += [seen.lighthouse, seen.trainer]
+    if not seen.progress:
+        needs.append(seen.job)
+    return next((o for o in needs if o is not None), None)

@@ -1,0 +1,316 @@
+"""The slots of a job (places of work: trainer groups and engines) and what was done in each: a
+pure function of the events of a run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.lives import BEGINNINGS
+from torchtitan_rl_ft.observability.outages import OF_A_RANK, role_of
+from torchtitan_rl_ft.observability.tracks import Segment, union
+
+WORK_PHASES = frozenset(
+    {"forward_backward", "reduce", "commit", "optimizer", "report", "dump", "publish", "checkpoint"}
+)
+"""Phases of a trainer group in which it works on its step; in the others it waits or comes up."""
+
+DUTIES = frozenset({"publish", "checkpoint", "dump"})
+"""Phases that serve the step before."""
+
+VOTED = frozenset({"optimizer", "report"})
+"""Phases that follow a vote for the commit."""
+
+AT_WORK = frozenset({"serving", "draining", "suspect"})
+"""States of an engine that may hold requests."""
+
+_REQUEST = re.compile(r"group-(\d+)\.")
+
+
+@dataclass
+class Attempt:
+    """A trainer group's work on one step, from its quorum to the duties that follow the commit."""
+
+    start_s: float
+    end_s: float
+    step: int
+    voted: bool = False  # for the commit
+    kept: bool = False  # committed, and not superseded since
+
+
+@dataclass
+class Rollout:
+    """What engines did for one prompt group."""
+
+    group: int
+    start_s: float
+    end_s: float
+    engines: tuple[str, ...] = ()  # empty: unknown, all that were at work
+    batch: int | None = None
+    kept: bool = False  # its samples are in a batch that is committed
+
+
+@dataclass
+class Slot:
+    name: str
+    role: str  # trainer, engine
+    since_s: float
+    weight: float = 1.0  # ranks
+    until_s: float | None = None
+    away: list[Segment] = field(default_factory=list)  # lent, or kept as a spare
+    away_s: float | None = None  # since when it is
+    places: list[tuple[str, float]] = field(default_factory=list)  # taken over: of whom, when
+    phases: list[Segment] = field(default_factory=list)  # of a trainer, or states of an engine
+    attempts: list[Attempt] = field(default_factory=list)
+    open_: tuple[str, float] | None = None  # the present phase or state, since when
+    pid: int | None = None
+    last_s: float = 0.0
+
+    def enter(self, value: str, at_s: float) -> None:
+        self.leave(at_s)
+        self.open_ = (value, at_s)
+
+    def leave(self, at_s: float) -> None:
+        if self.open_ is not None and at_s > self.open_[1]:
+            self.phases.append(Segment(self.open_[1], at_s, self.open_[0]))
+        self.open_ = None
+
+    def stop(self, at_s: float) -> None:
+        """Its process is gone."""
+        self.leave(at_s)
+        if self.attempts and self.attempts[-1].end_s > at_s:
+            self.attempts[-1].end_s = max(self.attempts[-1].start_s, at_s)
+
+    def back(self, at_s: float) -> None:
+        if self.away_s is not None and at_s > self.away_s:
+            self.away.append(Segment(self.away_s, at_s))
+        self.away_s = None
+
+    def shown(self, until_s: float) -> list[Segment]:
+        """Phases or states, the present one included."""
+        if self.open_ is None or until_s <= self.open_[1]:
+            return self.phases
+        return [*self.phases, Segment(self.open_[1], until_s, self.open_[0])]
+
+    def absent(self, until_s: float) -> list[Segment]:
+        """When its place was not the job's to work in."""
+        ends = [] if self.away_s is None else [Segment(self.away_s, until_s)]
+        gone = [] if self.until_s is None else [Segment(self.until_s, until_s)]
+        return union([*self.away, *ends, *gone])
+
+
+class Slots:
+    """Fed event by event, in the order of the clock within a life."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.rollouts: list[Rollout] = []
+        self.lost: list[Rollout] = []  # of which nothing is in the history
+        self.commits: list[tuple[float, int]] = []  # that stand: when, step
+        self.committed_s: list[float] = []  # all, superseded ones too
+        self._start_s: float | None = None
+        self._ranks: dict[str, float] = {}
+        self._accepted: dict[int, Rollout] = {}  # in no batch yet
+        self._pending: dict[int, float] = {}  # issued, not accepted
+        self._batches: dict[int, list[Rollout]] = {}  # sealed, by step
+        self._moved: dict[int, list[tuple[str, float, int]]] = defaultdict(list)
+        self._shares: dict[int, set[str]] = {}  # by step, who trained it
+
+    def add(self, event: Event) -> None:
+        if self._start_s is None:
+            self._start_s = event.mono_s
+        name = event.name if event.role == "trainer" else str(event.data.get("subject", ""))
+        if role_of(name) in ("trainer", "engine"):
+            self._slot(name, event)
+        self._job(event)
+
+    # Slots ------------------------------------------------------------------------------
+
+    def _slot(self, name: str, event: Event) -> None:
+        role = str(role_of(name))
+        if name not in self.slots:
+            early = not self.commits
+            since_s = self._start_s if early and self._start_s is not None else event.mono_s
+            self.slots[name] = Slot(name, role, since_s, self._ranks.get(role, 1.0))
+        slot = self.slots[name]
+        if role == "trainer":
+            self._trainer(slot, event)
+        else:
+            self._engine(slot, event)
+
+    def _trainer(self, slot: Slot, event: Event) -> None:
+        at_s = event.mono_s
+        if event.role != "trainer":
+            if event.kind is Kind.EXIT:
+                slot.stop(at_s)
+                slot.until_s = None if event.phase == "fault" else at_s
+            elif event.kind is Kind.SPAWN:
+                slot.until_s = None
+            return
+        if event.kind not in OF_A_RANK:
+            return
+        if slot.open_ is not None and event.pid != slot.pid:
+            slot.stop(slot.last_s)  # nobody has told of its end
+        slot.pid, slot.last_s, slot.until_s = event.pid, at_s, None
+        if event.kind is Kind.PHASE and event.phase is not None:
+            slot.enter(event.phase, at_s)
+            self._attempt(slot, event.phase, event.step or 0, at_s)
+        elif event.kind is Kind.REFUSE and slot.attempts:
+            slot.attempts[-1].voted = False
+
+    def _attempt(self, slot: Slot, phase: str, step: int, at_s: float) -> None:
+        """`at_s`: the phase begins. The work of an attempt ends where the group waits again."""
+        last = slot.attempts[-1] if slot.attempts else None
+        running = last if last is not None and last.end_s == math.inf else None
+        if running is None:
+            if phase == "forward_backward":
+                slot.attempts.append(Attempt(at_s, math.inf, step))
+            elif phase in DUTIES and last is not None:  # one that came up while the group waited
+                slot.attempts.append(Attempt(at_s, math.inf, last.step, voted=last.voted))
+        elif phase not in WORK_PHASES:
+            running.end_s = at_s
+        elif phase in VOTED:
+            running.voted = True
+
+    def _engine(self, slot: Slot, event: Event) -> None:
+        at_s = event.mono_s
+        if event.kind is Kind.TRANSITION:
+            new = str(event.data.get("new", ""))
+            slot.enter(new, at_s)
+            if new == "standby" and slot.away_s is None:
+                slot.away_s = slot.since_s
+        elif event.kind is Kind.EXIT:
+            slot.leave(at_s)
+        elif event.kind is Kind.LEND:
+            if event.phase == "lend":
+                slot.away_s = at_s
+            else:
+                slot.back(at_s)
+        elif event.kind is Kind.PROMOTE:
+            slot.back(at_s)
+            lost = self.slots.get(str(event.cause or "").removeprefix("takes the place of "))
+            if lost is not None:  # it is the spare from now on
+                lost.away_s = at_s
+                slot.places.append((lost.name, at_s))
+
+    # The job ----------------------------------------------------------------------------
+
+    def _job(self, event: Event) -> None:
+        match event.kind:
+            case Kind.RUN:
+                self._run(event)
+            case Kind.ISSUE:
+                self._issue(event)
+            case Kind.ACCEPT:
+                self._accept(event)
+            case Kind.DROP:
+                self._drop(event)
+            case Kind.MOVE:
+                self._move(event)
+            case Kind.SEAL:
+                self._seal(event)
+            case Kind.COMMIT:
+                self._commit(event)
+            case Kind.SUPERSEDE:
+                self._supersede(event)
+            case Kind.EXIT if event.data.get("subject") == "rollout":
+                self._rollout_gone(event.mono_s)
+            case Kind.EXIT if event.data.get("subject") == "serving":
+                for slot in self.slots.values():
+                    if slot.role == "engine":
+                        slot.leave(event.mono_s)
+
+    def _run(self, event: Event) -> None:
+        if event.phase not in BEGINNINGS:
+            return
+        ranks = event.data.get("ranks")
+        if isinstance(ranks, dict):
+            self._ranks = {k: float(v) for k, v in ranks.items() if isinstance(v, int | float)}
+
+    def _issue(self, event: Event) -> None:
+        first, last = event.data.get("first"), event.data.get("last")
+        if isinstance(first, int) and isinstance(last, int):
+            for group in range(first, last + 1):
+                self._pending[group] = event.mono_s
+
+    def _accept(self, event: Event) -> None:
+        group = event.data.get("group")
+        if not isinstance(group, int):
+            return
+        issued_s = self._pending.pop(group, event.mono_s)
+        took_s = event.data.get("took_s")
+        start_s = event.mono_s - took_s if isinstance(took_s, int | float) else issued_s
+        engines = tuple(str(e) for e in event.data.get("engines", ()))
+        for engine, moved_s, tokens in self._moved.pop(group, []):
+            leg = Rollout(group, min(start_s, moved_s), moved_s, (engine,))
+            if not tokens:
+                self.lost.append(leg)
+        rollout = Rollout(group, min(start_s, event.mono_s), event.mono_s, engines)
+        self.rollouts.append(rollout)
+        self._accepted[group] = rollout
+
+    def _drop(self, event: Event) -> None:
+        groups = event.data.get("groups") or [event.data.get("group")]
+        for group in groups:
+            issued_s = self._pending.pop(group, None)
+            if issued_s is not None:
+                self.lost.append(Rollout(group, issued_s, event.mono_s))
+            self._accepted.pop(group, None)
+
+    def _move(self, event: Event) -> None:
+        found = _REQUEST.match(str(event.data.get("request", "")))
+        if found is not None:
+            tokens = event.data.get("tokens", 0)
+            engine = str(event.data.get("subject", ""))
+            self._moved[int(found[1])].append((engine, event.mono_s, tokens))
+
+    def _rollout_gone(self, at_s: float) -> None:
+        """What it had in flight is rolled out again."""
+        for group, issued_s in self._pending.items():
+            self.lost.append(Rollout(group, issued_s, at_s))
+        self._pending = dict.fromkeys(self._pending, at_s)
+
+    def _seal(self, event: Event) -> None:
+        named = event.data.get("groups")
+        groups = named if isinstance(named, list) else list(self._accepted)
+        found = [self._accepted.pop(g) for g in groups if g in self._accepted]
+        if event.step is not None:
+            self._batches[event.step] = found
+
+    def _commit(self, event: Event) -> None:
+        if event.step is None:
+            return
+        self.commits.append((event.mono_s, event.step))
+        self.committed_s.append(event.mono_s)
+        shares = event.data.get("shares") or []
+        self._shares[event.step] = {str(share[0]) for share in shares if share}
+        for rollout in self._batches.pop(event.step, []):
+            rollout.kept = True
+
+    def _supersede(self, event: Event) -> None:
+        to_step = event.data.get("to_step", 0)
+        self.commits = [c for c in self.commits if c[1] <= to_step]
+        for slot in self.slots.values():
+            for attempt in slot.attempts:
+                if attempt.step > to_step:
+                    attempt.voted = False
+
+    def settle(self) -> None:
+        """Mark the attempts whose step is in the history."""
+        steps = {step for _, step in self.commits}
+        for slot in self.slots.values():
+            for attempt in slot.attempts:
+                shared = self._shares.get(attempt.step) or {slot.name}
+                attempt.kept = attempt.voted and attempt.step in steps and slot.name in shared
+
+
+def slots_of(events: Iterable[Event]) -> Slots:
+    found = Slots()
+    for event in events:
+        found.add(event)
+    found.settle()
+    return found
