@@ -1,0 +1,46 @@
+"""BENCHMARKS.md is what the saved results say."""
+
+import json
+
+import pytest
+
+from benchmarks import pages
+
+
+def test_the_page_is_up_to_date():
+    assert pages.PAGE.read_text() == pages.page(), "python -m benchmarks.pages"
+
+
+def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
+    found = {
+        "figures": {"seconds": {"spare": [1.0, 1.5, 4.0]}, "ratio": 0.25, "name": "not a figure"},
+        "tables": [{"title": "Sweep", "head": ["faults", "points"], "rows": [["2 %", "a|b"]]}],
+        "aims": {"ratio": {"value": 0.25, "aim": 0.2, "met": False}},
+    }
+    (tmp_path / "simulated.json").write_text(json.dumps(found))
+    (tmp_path / "simulated.png").touch()
+    (tmp_path / "soak.txt").write_text("22 faults\n" + json.dumps({"aims": {}}) + "\n")
+    text = pages.page(tmp_path)
+    for line in (
+        "| simulated | ratio | 0.25 | 0.2 | **missed** |",
+        "| seconds / spare | 1.5 (1..4, 3 times) |",
+        "| 2 % | a\\|b |",
+        "![simulated](benchmarks/results/simulated.png)",
+        "22 faults",
+    ):
+        assert line in text.splitlines(), line
+    assert "not a figure" not in text and '"aims"' not in text
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path):
+    (tmp_path / "torn.json").write_text('{"figures": {')
+    with pytest.raises(ValueError, match=r"torn\.json is no JSON"):
+        pages.page(tmp_path)
+
+
+def test_every_benchmark_with_results_says_how_to_run_it():
+    commands = [x for x in pages.page().splitlines() if x.startswith("    python ")]
+    assert (
+        "    python benchmarks/partials.py [--rounds 5] [--intervals 16,64,256] [--out FILE]"
+        in (commands)
+    )
