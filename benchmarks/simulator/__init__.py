@@ -1,0 +1,1 @@
+"""Discrete-event simulator of RL post-training under faults; see docs/simulator.md."""
