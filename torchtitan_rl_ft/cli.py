@@ -122,6 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--ledger", action="store_true", help="the accounts of the journal")
     report.add_argument("--json", action="store_true", help="everything, as JSON")
+    report.add_argument(
+        "--trace",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write a trace for ui.perfetto.dev (compressed when FILE ends in .gz); without FILE "
+        "RUN/trace.json.gz",
+    )
     report.set_defaults(command=_report)
 
     _add_chaos_command(commands, common)
@@ -264,6 +272,8 @@ def _report(args: argparse.Namespace, overrides: list[Override]) -> int:
         folder = RunFolder(os.environ.get(RUN_ENV) or JobSection().dump_folder)
     if not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is not a run folder: there is no such directory")
+    if args.trace is not None:
+        return report.main_trace(folder, args.trace, args.json)
     try:
         tell = report.main_ledger if args.ledger else report.main_summary
         return tell(folder, args.json)

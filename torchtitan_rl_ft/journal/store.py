@@ -250,7 +250,7 @@ class Journal(History, Partials):
                 if cursor is not None:
                     _save_cursor(db, cursor)
             self._plan[info.step] = info.ref
-        self._tell_sealed(info)
+        self._tell_sealed(info, group_ids)
         return info
 
     def import_batch(self, batch: SealedBatch, prompts: Mapping[int, Any]) -> SealedInfo:
@@ -275,7 +275,7 @@ class Journal(History, Partials):
                         row,
                     )
             self._plan[info.step] = info.ref
-        self._tell_sealed(info)
+        self._tell_sealed(info, list(prompts))
         return info
 
     def _planned(self, batch: SealedBatch, payload: bytes) -> SealedInfo:
@@ -284,7 +284,7 @@ class Journal(History, Partials):
             batch.batch_id, len(self._plan) + 1, digest(payload), batch.n_samples, batch.n_tokens
         )
 
-    def _tell_sealed(self, info: SealedInfo) -> None:
+    def _tell_sealed(self, info: SealedInfo, group_ids: Sequence[int]) -> None:
         self._events.emit(
             Kind.SEAL,
             step=info.step,
@@ -292,6 +292,7 @@ class Journal(History, Partials):
             digest=info.digest,
             samples=info.samples,
             tokens=info.tokens,
+            groups=list(group_ids),
         )
         self._changed()
 

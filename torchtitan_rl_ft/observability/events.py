@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -36,9 +36,9 @@ class Kind(StrEnum):
     PHASE = "phase"  # a role entered a phase; phase, step
     ISSUE = "issue"  # prompts were drawn from the data source; data: groups
     PARTIAL = "partial"  # phase: resume, discard; unfinished samples; cause; data: group, tokens
-    ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group
+    ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group, trace
     DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
-    SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens
+    SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens, groups
     QUORUM = "quorum"  # data: quorum_id, participants, rank, members
     HEAL = "heal"  # a peer's state was taken; data: from_step, source, bytes, quorum_s, ...
     BEGIN = "begin"  # the ledger's answer to begin; cause; data: decision
@@ -208,16 +208,20 @@ def first_line(cause: Any) -> str:
     return " ".join(lines[0].split()) if lines else ""
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(
+    path: Path, on_unread: Callable[[bytes], None] = lambda line: None
+) -> Iterator[Event]:
     """Events of a file in order. A line without its end, which is still being written, ends the
     iteration. A line that a full disk tore is skipped, and what was appended to it is read; so is
-    one that is no event of this version."""
+    one that is no event of this version. `on_unread` is told of those that are skipped."""
     with open(path, "rb") as f:
         for line in f:
             if not line.endswith(b"\n"):
                 return
             if (event := _event(_read_line(line))) is not None:
                 yield event
+            else:
+                on_unread(line)
 
 
 def _event(read: Any) -> Event | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
+from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.unread_output import while_read
@@ -14,9 +16,11 @@ from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
+from torchtitan_rl_ft.observability.trace import write_trace
 from torchtitan_rl_ft.run_folder import RunFolder
 
 SUPERVISOR = "supervisor"
+TRACE_FILE = "trace.json.gz"
 
 
 def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
@@ -64,6 +68,31 @@ def main_ledger(folder: RunFolder, as_json: bool) -> int:
     report = LedgerReport.of(folder.journal)
     _tell(as_json, report.to_json(), report.lines())
     return ExitCode.DONE if report.audit.ok else ExitCode.FAILED
+
+
+def main_trace(folder: RunFolder, target: str, as_json: bool) -> int:
+    """`torchtitan report --trace [FILE] RUN`. Raises ConfigError when there is nothing to read, or
+    the file cannot be written."""
+    path = Path(target) if target else folder.path / TRACE_FILE
+    if path.is_dir():
+        raise ConfigError(
+            f"--trace {target}: it is a directory. Name a file, or put the run folder first: "
+            f"torchtitan report {target} --trace"
+        )
+    if not folder.events.exists():
+        raise ConfigError(f"{folder.path} has no {folder.events.name}: no job ran there")
+    unread: list[int] = []
+    events = read_events(folder.events, lambda line: unread.append(len(line)))
+    try:
+        found = write_trace(path, events, read_jsonl(folder.metrics), {"run": folder.path.name})
+    except OSError as e:
+        raise ConfigError(f"the trace cannot be written to {path}: {e.strerror or e}") from e
+    report = {"file": str(path), **asdict(found), "unread_lines": len(unread)}
+    lines = [f"trace: {path}: {found.line()}; open it at https://ui.perfetto.dev"]
+    if unread:
+        lines.append(f"{len(unread)} lines of {folder.events.name} are torn or of another version")
+    _tell(as_json, report, lines)
+    return ExitCode.DONE
 
 
 def _to_json(summary: Summary) -> dict[str, Any]:
