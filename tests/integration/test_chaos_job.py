@@ -8,6 +8,7 @@ import pytest
 from job_run import Job
 
 from torchtitan_rl_ft.chaos import faults
+from torchtitan_rl_ft.chaos.trace import load
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.observability.events import Event, Kind
 
@@ -19,6 +20,7 @@ STEPS = 140
 KILL = "kill engine-1 at step 2"
 STOP = "stop rollout for 3 s at step 6"
 DARK = "blackhole engine-0 for 1 s at step 10"
+FAIL = "fail trainer-1 all-reduce at step 14 plus 0.1 s"
 NEVER = (
     *("--rollout.health_check_first_wait", "600"),
     *("--rollout.health_check_interval", "600"),
@@ -29,23 +31,31 @@ IN_SERVICE = {"stale", "installing", "serving"}
 
 
 @pytest.mark.row("B2")
+@pytest.mark.row("G4")
 @pytest.mark.row("J4")
 def test_a_configured_fault_is_a_real_crash_that_happens_once(tmp_path) -> None:
     with Job(tmp_path / "run") as job:
-        plan = json.dumps([KILL, STOP, DARK])
+        plan = json.dumps([KILL, STOP, DARK, FAIL])
         job.start("--training.steps", str(STEPS), "--chaos.enable", "--chaos.faults", plan, *NEVER)
-        job.wait_event(Kind.CHAOS, n=5, timeout_s=120)
+        job.wait_event(Kind.CHAOS, n=7, timeout_s=120)
         # The injector itself is restarted, and injects nothing again.
         faults.kill(job.process_of("chaos"))
         assert job.end(timeout_s=180) == ExitCode.DONE, job.story()
         assert job.attempts("chaos") == 2
         assert job.step() == STEPS
 
-        kill, stop, dark = [e for e in job.events(Kind.CHAOS) if e.phase == "inject"]
-        assert (kill.cause, stop.cause, dark.cause) == (KILL, STOP, DARK)
+        kill, stop, dark, fail = [e for e in job.events(Kind.CHAOS) if e.phase == "inject"]
+        assert [e.cause for e in (kill, stop, dark, fail)] == [KILL, STOP, DARK, FAIL]
         check_kill(job, kill)
         check_stop(job, stop)
         check_dark(job, dark)
+        check_fail(job, fail)
+        assert [f.deed for f in load(job.folder.events)] == [
+            "kill engine-1",
+            "stop rollout for 3 s",
+            "blackhole engine-0 for 1 s",
+            "fail trainer-1 all-reduce",
+        ]
         found = job.audit()
         assert found.problems == []
         assert [c.step for c in found.history] == list(range(1, STEPS + 1))
@@ -97,6 +107,16 @@ def check_dark(job: Job, dark: Event) -> None:
     assert not [t for t in answers if dark.mono_s + 0.3 < t < lift.mono_s - 0.1]
     assert [t for t in answers if t > lift.mono_s]
     assert job.attempts("engine-0") == 1
+
+
+def check_fail(job: Job, fail: Event) -> None:
+    """One attempt was refused by both groups, whose processes stay; the same batch was trained."""
+    commits = {e.step: e.mono_s for e in job.events(Kind.COMMIT)}
+    assert fail.data["planned_mono_s"] == pytest.approx(commits[14] + 0.1)
+    refused = [e for e in job.events(Kind.REFUSE) if e.mono_s > fail.mono_s]
+    assert {e.name for e in refused} == {"trainer-0", "trainer-1"}
+    assert lift_of(job, fail).mono_s > fail.mono_s
+    assert job.attempts("trainer-0") == job.attempts("trainer-1") == 1
 
 
 def lift_of(job: Job, inject: Event) -> Event:
