@@ -42,7 +42,7 @@ def _need(holds: bool, what: str, event: Any) -> None:
 
 
 def _fields(e: dict[str, Any]) -> None:
-    phase = e.get("ph")
+    phase = str(e.get("ph"))
     _need(phase in KNOWN, "unknown phase", e)
     _need(type(e.get("pid")) is int and e["pid"] > 0, "pid", e)
     if phase != "C":
@@ -59,8 +59,8 @@ def _fields(e: dict[str, Any]) -> None:
     if phase in "bensft":
         _need(isinstance(e.get("id"), str) and isinstance(e.get("cat"), str), "id, cat", e)
     if phase == "C":
-        values = e.get("args")
-        _need(isinstance(values, dict) and bool(values), "a counter without values", e)
+        values = e.get("args") or {}
+        _need(bool(values), "a counter without values", e)
         _need(all(isinstance(v, int | float) for v in values.values()), "a value is no number", e)
     _need(isinstance(e.get("args", {}), dict), "args", e)
 

@@ -122,6 +122,7 @@ class Host:
         durable: bool = True,
         partial_interval_tokens: int = 0,
         attempt: str = "job",
+        trace: bool = False,
     ) -> None:
         self.serving = serving
         self.events = EventList()
@@ -142,7 +143,15 @@ class Host:
             serving,
             TOKENIZER,
             Judge(reward, group_filter, timeout_s=10.0),
-            Sampling(samples, {"temperature": 1.0}, 0, 10.0, max_failures, partial_interval_tokens),
+            Sampling(
+                samples,
+                {"temperature": 1.0},
+                0,
+                10.0,
+                max_failures,
+                partial_interval_tokens,
+                trace,
+            ),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
             on_discarded=lambda name, cause, tokens: self.events.emit(

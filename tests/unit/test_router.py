@@ -116,10 +116,11 @@ class Bench:
             pool, Changes(), self.events, 5.0, interval_tokens=4, stops={"policy": {EOS}}
         )
 
-    async def generate(self, n: int = 2, **sampling: Any) -> list[Sample]:
+    async def generate(self, n: int = 2, trace: bool = False, **sampling: Any) -> list[Sample]:
         asked = {"max_new_tokens": 10, **sampling}
         seeds = list(range(1, n + 1))
-        return await self.router.generate(GenerateRequest("r", [1, 1], n, asked, seeds, 5.0))
+        request = GenerateRequest("r", [1, 1], n, asked, seeds, 5.0, trace=trace)
+        return await self.router.generate(request)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -405,3 +406,24 @@ async def test_a_continuation_that_is_refused_starts_anew() -> None:
     assert sample.output_ids == whole(1, 10)
     assert bench.engines[2].asked[0]["input_ids"] == [[1, 1]]
     assert bench.router.wasted_tokens == 3
+
+
+async def test_a_traced_request_says_which_engine_worked_when() -> None:
+    async def half_then_gone(engine: ScriptedEngine, body: dict[str, Any], take: Take) -> None:
+        say(engine, body, take, 0, 0, 3)
+        say(engine, body, take, 1, 0)
+        raise EngineUnreachable("gone")
+
+    async def measured(engine: ScriptedEngine, body: dict[str, Any], take: Take) -> None:
+        say(engine, body, take, 0, 0, queue_time=0.25, first_token_latency=0.5)
+
+    bench = Bench(half_then_gone, measured)
+    first, second = await bench.generate(2, trace=True)
+    assert [(leg[0], leg[4]) for leg in first.legs] == [("engine-0", 3), ("engine-1", 7)]
+    assert [(leg[0], leg[4]) for leg in second.legs] == [("engine-0", 10)]
+    (_, sent_ms, first_ms, end_ms, _, queue_ms), other = first.legs
+    assert 0 <= sent_ms <= first_ms <= end_ms <= other[1] and queue_ms is None
+    assert other[5] == 250.0 and other[1] <= other[2] <= other[3]
+    assert "legs" in first.to_json()
+    (untraced,) = await Bench(answers).generate(1)
+    assert "legs" not in untraced.to_json()

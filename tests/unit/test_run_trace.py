@@ -56,8 +56,8 @@ class History:
     def step(self, step: int, batch: int, groups: list[int], **trace: Any) -> History:
         for g in groups:
             self.later(0.1)
-            told = {"trace": traced(self.mono_s, **trace)} if trace else {}
-            self.tell("rollout", Kind.ACCEPT, version=step, group=g, **told)
+            told = traced(self.mono_s, **trace) if trace else None
+            self.tell("rollout", Kind.ACCEPT, version=step, group=g, trace=told)
         self.tell("rollout", Kind.SEAL, step=step, batch=batch, groups=groups)
         for phase in ("quorum", "forward_backward", "report"):
             self.tell("trainer-0", Kind.PHASE, pid=20, phase=phase, step=step)

@@ -369,6 +369,7 @@ def _sampling(resolved: Resolved) -> Sampling:
         timeout_s=rollout.request_timeout_s,
         max_failures=rl.max_prompt_failures,
         partial_interval_tokens=resolved.sections.recovery.partial_interval_tokens,
+        trace=resolved.sections.observability.trace_samples,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import aiohttp
 
 from torchtitan_rl_ft.journal.partials import Piece
+from torchtitan_rl_ft.rollout.sample_times import Leg
 
 GRACE_S = 10.0
 """Beyond a request's own limit, for the answer to travel."""
@@ -64,6 +65,9 @@ class GenerateRequest:
     partial_interval_tokens: int = 0
     """`keep` is told before it lacks so many tokens of a sample. 0: not at all."""
 
+    trace: bool = False
+    """The answer says when which engine worked on each sample."""
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -75,6 +79,8 @@ class Generated:
     finish_reason: str
     min_version: int
     max_version: int
+    legs: Sequence[Leg] = ()
+    """Which engine worked on it when, for a request that is traced."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,8 @@ class ServingClient:
         }
         if request.partial_interval_tokens:
             body["partial_interval_tokens"] = request.partial_interval_tokens
+        if request.trace:
+            body["trace"] = True
         if request.held:
             body["held"] = [asdict(h) for h in request.held]
         answer = await self._request(
@@ -294,7 +302,8 @@ def _checked(sample: Mapping[str, Any]) -> Generated:
     if min([*versions, lowest]) < 1:
         raise GenerationFailed("a sample has version 0: versions of the policy count from 1")
     floats = [float("nan") if x is None else float(x) for x in logprobs]
-    return Generated([int(i) for i in ids], floats, list(versions), reason, lowest, highest)
+    legs = sample.get("legs") or ()
+    return Generated([int(i) for i in ids], floats, list(versions), reason, lowest, highest, legs)
 
 
 async def pause(attempt: int, *, first_s: float = 0.2, longest_s: float = 5.0) -> None:

@@ -4,6 +4,7 @@ retries."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torchtitan_rl_ft.rollout.generation import (
 from torchtitan_rl_ft.rollout.judging import Judge, RewardFailed
 from torchtitan_rl_ft.rollout.partials import Unfinished
 from torchtitan_rl_ft.rollout.protocols import Prompt, Response
+from torchtitan_rl_ft.rollout.sample_times import GroupTimes
 from torchtitan_rl_ft.rollout.sealing import Sample, group_arrays
 
 
@@ -37,12 +39,16 @@ class Sampling:
     timeout_s: float
     max_failures: int
     partial_interval_tokens: int = 0
+    trace: bool = False
+    """Note what each sample goes through."""
 
     @property
     def greedy(self) -> Sampling:
         """One answer per prompt, the likeliest token each time."""
         params = {**self.params, "temperature": 0.0, "top_p": 1.0, "top_k": 1}
-        return dataclasses.replace(self, samples=1, params=params, partial_interval_tokens=0)
+        return dataclasses.replace(
+            self, samples=1, params=params, partial_interval_tokens=0, trace=False
+        )
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class RolledOut:
     rewards: list[float]
     min_version: int
     max_version: int
+    trace: dict[str, Any] | None = None  # sample_times.py
 
 
 @dataclass(frozen=True)
@@ -76,13 +83,14 @@ class GroupRollout:
         on_unavailable: Callable[[str], None],
         on_available: Callable[[], None],
         on_discarded: Callable[[str, str, int], None] = lambda name, cause, tokens: None,
+        mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_unavailable(reason)` is told of each try that found no serving, `on_available` of
         each answer: the caller decides how long that may go on. `on_discarded(name, cause,
         tokens)` is told of unfinished samples that are not gone on with."""
         self._generator, self._tokenizer = generator, tokenizer
         self._judge, self._sampling = judge, sampling
-        self._on_discarded = on_discarded
+        self._on_discarded, self._mono_s = on_discarded, mono_s
         self._on_unavailable, self._on_available = on_unavailable, on_available
 
     @property
@@ -112,14 +120,23 @@ class GroupRollout:
         input_ids = self.encode(prompt)
         unfinished = unfinished or Unfinished(sampling.samples)
         failures = unavailable = 0
+        started_s = self._mono_s()
         while True:
             self._discard_useless(name, unfinished, why_useless)
             unfinished.grew = False
             request = self._request(f"{name}.{failures}", input_ids, prompt, sampling, unfinished)
+            asked_s = self._mono_s()
             try:
                 generated = await self._generator.generate(request, unfinished.take)
                 self._on_available()
-                return await self._judged(prompt, input_ids, generated, filtered=not greedy)
+                generated_s = self._mono_s()
+                result = await self._judged(prompt, input_ids, generated, filtered=not greedy)
+                if not sampling.trace or isinstance(result, Dropped):
+                    return result
+                legs = [g.legs for g in generated]
+                tries = failures + unavailable
+                times = GroupTimes(started_s, asked_s, generated_s, self._mono_s(), tries, legs)
+                return dataclasses.replace(result, trace=times.to_json(result.rewards))
             except ServingUnavailable as e:
                 self._on_unavailable(str(e))
                 await pause(unavailable, longest_s=UNAVAILABLE_RETRY_S)
@@ -161,6 +178,7 @@ class GroupRollout:
             sampling.timeout_s,
             unfinished.held(),
             sampling.partial_interval_tokens,
+            sampling.trace,
         )
 
     async def _judged(

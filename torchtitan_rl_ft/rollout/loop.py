@@ -351,7 +351,10 @@ class RolloutLoop:
             group_id, result.arrays, result.min_version, result.max_version
         )
         self._starvation.accepted()
-        self._events.emit(Kind.ACCEPT, version=result.min_version, group=group_id)
+        told: dict[str, Any] = {"group": group_id, "trace": result.trace}
+        if result.trace is None:
+            del told["trace"]
+        self._events.emit(Kind.ACCEPT, version=result.min_version, **told)
 
     def _why_useless(self, oldest_version: int) -> str | None:
         """Why samples with tokens of that version can go into no batch any more, or None."""

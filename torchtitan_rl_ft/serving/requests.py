@@ -49,6 +49,9 @@ class GenerateRequest:
     """The caller is told of unfinished samples: at no time does it lack more tokens of one than
     this. 0: it is told at the end."""
 
+    trace: bool = False
+    """The answer says when which engine worked on each sample."""
+
     @property
     def max_new_tokens(self) -> int:
         return self.sampling.get("max_new_tokens", 128)  # SGLang's default

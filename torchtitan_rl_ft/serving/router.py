@@ -24,6 +24,7 @@ from torchtitan_rl_ft.serving.pair import Server
 from torchtitan_rl_ft.serving.pool import EnginePool
 from torchtitan_rl_ft.serving.progress import Progress
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestFailed, RequestRejected
+from torchtitan_rl_ft.serving.sample_times import LegTimes
 from torchtitan_rl_ft.serving.samples import AnswerInvalid, Draft, Leg, Sample
 
 MAX_FAILURES = 4
@@ -74,6 +75,7 @@ class Work:
     failures: int = 0
     aborts: int = 0
     fault: str = "no engine serves"
+    since_s: float = 0.0  # when the request came
 
     @property
     def drafts(self) -> list[Draft]:
@@ -125,7 +127,7 @@ class Router:
         """All samples, in the order of the seeds. What an engine did not finish goes on at another
         one from the tokens that it gave; `progress` shows them as they come. Raises
         RequestRejected, RequestFailed."""
-        work = Work(request, progress or Progress(request))
+        work = Work(request, progress or Progress(request), since_s=self._clock())
         try:
             await self._carry_out(work)
         except BaseException as e:
@@ -145,8 +147,13 @@ class Router:
             if request.held and not self._open(work, stops):
                 return
             legs = [Leg(work.drafts[i], engine.name, engine.version or 0) for i in work.missing]
+            if request.trace:
+                for leg in legs:
+                    leg.times = LegTimes(self._clock())
             failed = await self._attempt(engine, work, legs, end)
             self._settle(work, legs, stops)
+            if request.trace:
+                self._time(legs, work.since_s)
             if not work.missing:
                 return
             if failed:
@@ -233,10 +240,13 @@ class Router:
             index = message.get("index", 0)
             if not isinstance(index, int) or not 0 <= index < len(legs):
                 raise AnswerInvalid(f"{engine.name}: sample {index!r} was not asked for")
-            legs[index].engine = engine.name
-            if new := legs[index].take(message):
+            leg = legs[index]
+            leg.engine = engine.name
+            if new := leg.take(message):
                 self.drawn_tokens += new
                 engine.made_progress()
+            if leg.times is not None:
+                leg.times.told(self._clock(), message, leg.ended)
             progress.changes.notify()
 
         limit_s = max(0.001, min(self._engine_timeout_s, end - self._clock()))
@@ -270,6 +280,14 @@ class Router:
         if not can_continue(work.request.sampling):
             self.continued_tokens -= work.tokens
             self.wasted_tokens += work.restart()
+
+    def _time(self, legs: Sequence[Leg], since_s: float) -> None:
+        """Note when the engine worked on each sample."""
+        now_s = self._clock()
+        for leg in legs:
+            if leg.times is not None:
+                told = leg.times.to_json(leg.engine, leg.tokens, since_s, now_s)
+                leg.draft.legs.append(told)
 
     def _doubt(self, engine: Way, fault: Exception, end: float) -> None:
         """A lost connection, or silence for the whole limit, is a reason to look at the engine;

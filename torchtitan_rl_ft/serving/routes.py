@@ -185,6 +185,7 @@ def _generate_request(body: dict[str, Any]) -> GenerateRequest:
         group,
         _held(body, n),
         _partial_interval_tokens(body),
+        body.get("trace") is True,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchtitan_rl_ft.serving.requests import Held
+from torchtitan_rl_ft.serving.sample_times import LegTimes
 
 ABORTED = "abort"
 
@@ -31,10 +32,14 @@ class Sample:
     engine: str
     min_version: int
     max_version: int
+    legs: list[list[Any]] = field(default_factory=list)
+    """Which engine worked on it when (`sample_times.py`), for a request that is traced."""
 
     def to_json(self) -> dict[str, Any]:
         """Without versions when it is not the policy's: nobody can train on it by mistake."""
         shown = asdict(self)
+        if not self.legs:
+            del shown["legs"]
         if self.max_version == FROZEN_VERSION:
             shown |= {"versions": None, "min_version": None, "max_version": None}
         return shown
@@ -52,6 +57,7 @@ class Draft:
     version: int = 0
     """The newest version that was seen: that of a sample without tokens."""
 
+    legs: list[list[Any]] = field(default_factory=list)
     revised: list[int] = field(default_factory=list)
     """Lengths up to which it stayed as it was, each time that its end was changed."""
 
@@ -82,6 +88,7 @@ class Draft:
             self.engine,
             min(seen),
             max(seen),
+            self.legs,
         )
 
 
@@ -102,6 +109,7 @@ class Leg:
         self._oldest = self._newest = version
         self.ended = False
         """The engine has said its last word: finished or aborted."""
+        self.times: LegTimes | None = None
 
     @property
     def tokens(self) -> int:
