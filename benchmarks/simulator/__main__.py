@@ -3,9 +3,9 @@
     python -m benchmarks.simulator [--verify] [--out DIR] [--seeds 12] [--live FILE]
 
 Prints the published figures beside what the simulator says of them, ETTR from 128 to 100,000 GPUs
-for four strategies, and the simulator beside the saved live runs. Writes simulator.json and two
-plots to DIR (benchmarks/results). --verify: exit code 1 when a target is missed. Less than 2
-minutes on 2 cores.
+for four strategies, and the simulator beside the saved live runs. Writes simulator.json and
+simulator.png to DIR (benchmarks/results). --verify: exit code 1 when a target is missed. Less than
+2 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def scale_cells() -> list[tuple[int, str, float]]:
 
 def all_missed(targets: Sequence[Target], comparisons: Sequence[Comparison]) -> list[str]:
     missed = [t.name for t in targets if t.verdict is Verdict.MISSED]
-    return missed + [f"live {c.strategy}, {c.definition}" for c in comparisons if not c.met]
+    return missed + [f"live {c.arm}, {c.definition}" for c in comparisons if not c.met]
 
 
 def sweep_step_s(targets: Sequence[Target]) -> float:
@@ -118,8 +118,7 @@ def write(
 ) -> None:
     text = report.to_json(targets, scales, sweep, comparisons, about)
     (out / "simulator.json").write_text(text)
-    report.plot_sweep(out / "simulator_sweep.png", sweep)
-    report.plot_scales(out / "simulator_scales.png", scales)
+    report.plot(out / "simulator.png", sweep, scales)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Pair:
 
     @property
     def ettr_points(self) -> float:
-        return 100 * (self.ours.paper - self.base.paper)
+        return 100 * (self.ours.credit - self.base.credit)
 
 
 def stressed(

@@ -21,12 +21,14 @@ Steps = Generator[simpy.Event, Any, None]
 
 @dataclass(frozen=True)
 class Result:
-    """`outages_s`: of each fault of a trainer, from the fault until trainers were back."""
+    """`strict` and `paper`: the two ETTRs; `credit`: see `Account`. `outages_s`: of each fault of a
+    trainer, from the fault until trainers were back."""
 
     wall_s: float
     steps: int
     strict: float
     paper: float
+    credit: float
     account: Account
     outages_s: tuple[float, ...]
     faults: int
@@ -73,6 +75,7 @@ class Job:
             self.history.step,
             useful_s / wall_s,
             self.pipeline.account.paper_s / wall_s,
+            self.pipeline.account.credit_s / wall_s,
             self.pipeline.account,
             tuple(self._outages_s),
             self._faults_met,

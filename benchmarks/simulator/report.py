@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -23,48 +24,67 @@ from benchmarks.simulator.validation import TOLERANCE_POINTS, Comparison  # noqa
 
 
 def print_targets(console: Console, targets: Sequence[Target]) -> None:
-    table = Table("", "figure", "predicted", "one run", "target", "at a step of", "source")
+    table = Table(*TARGETS_HEAD)
     for t in targets:
-        goal = f"{'>= ' if t.at_least else ''}{t.target:.4g} ± {t.tolerance:g}"
-        step = "" if t.step_s is None else f"{t.step_s:g} s"
-        spread = f"± {t.predicted.spread:.1f}"
-        digits = 2 if t.tolerance < 1 else 1
-        table.add_row(
-            t.verdict, t.name, t.predicted.text(digits=digits), spread, goal, step, t.source
-        )
+        table.add_row(*target_cells(t))
     console.print(table)
-    told: set[str] = set()
+    for name, reason in reasons(targets).items():
+        console.print(f"apart: {name}: {reason}", soft_wrap=True, highlight=False)
+
+
+TARGETS_HEAD = ("", "figure", "predicted", "one run", "target", "at a step of", "source")
+
+
+def target_cells(t: Target) -> tuple[str, ...]:
+    goal = f"{'>= ' if t.at_least else ''}{t.target:.4g} ± {t.tolerance:g}"
+    step = "" if t.step_s is None else f"{t.step_s:g} s"
+    digits = 2 if t.tolerance < 1 else 1
+    spread = f"± {t.predicted.spread:.{digits}f}"
+    return (str(t.verdict), t.name, t.predicted.text(digits=digits), spread, goal, step, t.source)
+
+
+def reasons(targets: Sequence[Target]) -> dict[str, str]:
+    """Each once, by the figures that it is told of."""
+    names: dict[str, list[str]] = {}
     for t in targets:
-        if t.verdict is Verdict.APART and t.reason not in told:
-            told.add(t.reason)
-            console.print(f"apart: {t.name}: {t.reason}", soft_wrap=True, highlight=False)
-    steps = sorted({t.step_s for t in targets if t.step_s and t.source.startswith("RobustRL")})
-    console.print(
-        "step times that the published figures need, each for itself: "
-        + ", ".join(f"{s:g} s" for s in steps),
-        soft_wrap=True,
-    )
+        if t.verdict is Verdict.APART:
+            names.setdefault(t.reason, []).append(t.name)
+    return {"; ".join(of): reason for reason, of in names.items()}
 
 
 def print_scales(console: Console, rows: Sequence[ScaleRow], step_s: float, calm: Result) -> None:
     """`calm`: without faults."""
     console.print(
-        f"ETTR in %, strict / paper (± 95 % of both); steps of {step_s:g} s, every step is saved; "
+        f"{SCALES_TITLE}; steps of {step_s:g} s; "
         f"without faults {100 * calm.strict:.1f} / {100 * calm.paper:.1f}",
         soft_wrap=True,
     )
+    head, cells = scale_cells(rows)
+    table = Table(*head)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+SCALES_TITLE = (
+    "ETTR in %, strict / paper (± 95 % of both), every step is saved; rate: failures per 1,000 "
+    "machines and day"
+)
+
+
+def scale_cells(rows: Sequence[ScaleRow]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: strategies beside one another."""
     names = list(dict.fromkeys(r.strategy for r in rows))
-    table = Table("GPUs", "rate", "engines fail", *names)
-    cells: dict[tuple[int, str, float], dict[str, str]] = {}
+    found: dict[tuple[int, str, float], dict[str, str]] = {}
     for r in rows:
-        key = (r.gpus, r.rate, r.engine_rate_share)
         half_width = 100 * max(r.strict.half_width, r.paper.half_width)
         text = f"{100 * r.strict.mean:.1f} / {100 * r.paper.mean:.1f} (± {half_width:.1f})"
-        cells.setdefault(key, {})[r.strategy] = text
-    for (gpus, rate, share), by_name in cells.items():
+        found.setdefault((r.gpus, r.rate, r.engine_rate_share), {})[r.strategy] = text
+    cells = []
+    for (gpus, rate, share), by_name in found.items():
         often = "as trainers" if share == 1 else f"1 : {1 / share:.0f}"
-        table.add_row(f"{gpus:,}", rate, often, *(by_name.get(n, "") for n in names))
-    console.print(table)
+        cells.append([f"{gpus:,}", rate, often, *(by_name.get(n, "") for n in names)])
+    return ["GPUs", "rate", "engines fail", *names], cells
 
 
 def print_validation(console: Console, comparisons: Sequence[Comparison]) -> None:
@@ -72,7 +92,7 @@ def print_validation(console: Console, comparisons: Sequence[Comparison]) -> Non
     for c in comparisons:
         table.add_row(
             "met" if c.met else "MISSED",
-            c.strategy,
+            c.arm,
             str(c.seed),
             c.definition,
             f"{100 * c.predicted:.1f}",
@@ -89,13 +109,34 @@ def to_json(
     validation: Sequence[Comparison],
     about: dict[str, Any],
 ) -> str:
+    head, cells = scale_cells(scales)
+    apart = [("apart", n, "", "", "", "", reason) for n, reason in reasons(targets).items()]
     data = {
         "benchmark": "simulator",
-        **about,
-        "targets": [{**asdict(t), "verdict": str(t.verdict)} for t in targets],
-        "sweep": list(sweep),
-        "scales": [asdict(r) for r in scales],
-        "validation": [{**asdict(c), "points": c.points, "met": c.met} for c in validation],
+        "aims": {
+            t.name: {
+                "value": t.predicted.mean,
+                "aim": t.target,
+                "met": t.verdict is Verdict.MET,
+            }
+            for t in targets
+            if t.verdict is not Verdict.APART
+        },
+        "tables": [
+            {
+                "title": "Published figures",
+                "head": TARGETS_HEAD,
+                "rows": [*map(target_cells, targets), *apart],
+            },
+            {"title": SCALES_TITLE, "head": head, "rows": cells},
+        ],
+        "figures": {
+            **about,
+            "targets": [{**asdict(t), "verdict": str(t.verdict)} for t in targets],
+            "sweep": list(sweep),
+            "scales": [asdict(r) for r in scales],
+            "validation": [{**asdict(c), "points": c.points, "met": c.met} for c in validation],
+        },
     }
     return json.dumps(_finite(data), indent=1) + "\n"
 
@@ -111,47 +152,42 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def plot_sweep(file: Path, sweep: Sequence[dict[str, Any]]) -> None:
-    figure, (time_axis, ettr_axis) = plt.subplots(1, 2, figsize=(10, 4))
+def plot(file: Path, sweep: Sequence[dict[str, Any]], rows: Sequence[ScaleRow]) -> None:
+    figure = plt.figure(figsize=(13, 8))
+    above, below = figure.subfigures(2, 1)
+    _plot_sweep(above.subplots(1, 2), sweep)
+    rates = list(dict.fromkeys(r.rate for r in rows))
+    axes = below.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+    for axis, rate in zip(axes, rates, strict=True):
+        _plot_rate(axis, rate, [r for r in rows if r.rate == rate and r.engine_rate_share == 1])
+    axes[0].set_ylabel("ETTR (paper's definition), %")
+    axes[0].legend(fontsize="small")
+    for part in (above, below):
+        part.subplots_adjust(left=0.07, right=0.98, bottom=0.14, top=0.92)
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+def _plot_sweep(axes: Sequence[Axes], sweep: Sequence[dict[str, Any]]) -> None:
     percent = [row["faults_percent"] for row in sweep]
     for axis, key, published, label in (
-        (time_axis, "time_percent", (-2.2, -12.2), "time against full restart, %"),
-        (ettr_axis, "ettr_points", (2.7, 15.7), "ETTR above full restart, points"),
+        (axes[0], "time_percent", (-2.2, -12.2), "time against full restart, %"),
+        (axes[1], "ettr_points", (2.7, 15.7), "ETTR above full restart, points"),
     ):
         means = [row[key]["mean"] for row in sweep]
-        axis.errorbar(percent, means, [row[key]["spread"] for row in sweep], label="simulated")
+        spread = [row[key]["spread"] for row in sweep]
+        axis.errorbar(percent, means, spread, label=f"simulated, steps of {sweep[0]['step_s']:g} s")
         axis.plot((2, 10), published, "o", label="published (RobustRL)")
         axis.set_xlabel("steps with a trainer fault, %")
         axis.set_ylabel(label)
         axis.legend()
-    _save(figure, file)
 
 
-def plot_scales(file: Path, rows: Sequence[ScaleRow]) -> None:
-    rates = list(dict.fromkeys(r.rate for r in rows))
-    figure, axes = plt.subplots(
-        1, len(rates), figsize=(5 * len(rates), 4), sharey=True, squeeze=False
-    )
-    for axis, rate in zip(axes[0], rates, strict=True):
-        of_rate = [r for r in rows if r.rate == rate and r.engine_rate_share == 1]
-        for name in dict.fromkeys(r.strategy for r in of_rate):
-            mine = [r for r in of_rate if r.strategy == name]
-            axis.errorbar(
-                [r.gpus for r in mine],
-                [100 * r.paper.mean for r in mine],
-                [100 * r.paper.half_width for r in mine],
-                marker="o",
-                label=name,
-            )
-        axis.set_xscale("log")
-        axis.set_xlabel("GPUs")
-        axis.set_title(f"{rate} failures per 1,000 machines and day")
-    axes[0][0].set_ylabel("ETTR (paper's definition), %")
-    axes[0][0].legend()
-    _save(figure, file)
-
-
-def _save(figure: Any, file: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+def _plot_rate(axis: Axes, rate: str, rows: Sequence[ScaleRow]) -> None:
+    for name in dict.fromkeys(r.strategy for r in rows):
+        mine = [r for r in rows if r.strategy == name]
+        gpus, paper = [r.gpus for r in mine], [100 * r.paper.mean for r in mine]
+        axis.errorbar(gpus, paper, [100 * r.paper.half_width for r in mine], marker="o", label=name)
+    axis.set_xscale("log")
+    axis.set_xlabel("GPUs")
+    axis.set_title(f"{rate} failures per 1,000 machines and day", fontsize="medium")

@@ -194,8 +194,8 @@ def stress(seeds: Sequence[int]) -> list[Target]:
         )
 
     def both(of: list[Pair]) -> tuple[Estimate, Estimate]:
-        base = Estimate.of([100 * pair.base.paper for pair in of])
-        return base, Estimate.of([100 * pair.ours.paper for pair in of])
+        base = Estimate.of([100 * pair.base.credit for pair in of])
+        return base, Estimate.of([100 * pair.ours.credit for pair in of])
 
     found = {s: both(pairs(s)) for s in STEPS_S if s <= 100}
     step_s = best_step_s({s: abs(base.mean - 60) for s, (base, _) in found.items()})
@@ -280,7 +280,7 @@ def hundred_thousand(seeds: Sequence[int]) -> list[Target]:
             strategy = FullRestart(stall_s, save_every=1, detection_s=0.0)
             work = Workload.of_step(MODE, 42.0)
             result = simulate(work, cluster, lambda s=strategy: s, trace, days * p.DAY_S)
-            ratios.append(100 * result.paper)
+            ratios.append(100 * result.credit)
         return Estimate.of(ratios)
 
     goals = {

@@ -27,18 +27,22 @@ class Trainer(StrEnum):
     RESTARTING = "restarting"
 
 
-IDLE = frozenset({Trainer.SAVING, Trainer.UNNOTICED, Trainer.RESTARTING})
-"""Trainers are held up while rollouts live: a second counts as rollouts' share of the machines
-(RobustRL's credit, which asks whether they live, not whether their rules let them generate)."""
+GONE = frozenset({Trainer.UNNOTICED, Trainer.RESTARTING})
+IDLE = GONE | {Trainer.SAVING}
+"""Trainers do not compute."""
 
 
 @dataclass
 class Account:
-    """Seconds. `paper`: in which compute stages go on, weighted as RobustRL does; `trainer`: by
-    what trainers did; `redo`: training of steps that had been committed before."""
+    """Seconds. `paper`: as `observability/ettr.py` measures it on live runs. `credit`: RobustRL's
+    own words taken literally, for its figures: every compute stage counts, done again or not, and
+    while trainers restart or save, rollouts' share of the machines as long as rollouts live,
+    whether or not the bound on their age lets them generate. `trainer`: by what
+    trainers did; `redo`: training of steps that had been committed before."""
 
     wall_s: float = 0.0
     paper_s: float = 0.0
+    credit_s: float = 0.0
     redo_s: float = 0.0
     trainer_s: Counter[Trainer] = field(default_factory=Counter)
 
@@ -46,6 +50,7 @@ class Account:
         return Account(
             self.wall_s - other.wall_s,
             self.paper_s - other.paper_s,
+            self.credit_s - other.credit_s,
             self.redo_s - other.redo_s,
             Counter({k: v - other.trainer_s[k] for k, v in self.trainer_s.items()}),
         )
@@ -53,12 +58,14 @@ class Account:
     def add(self, other: Account, times: int = 1) -> None:
         self.wall_s += times * other.wall_s
         self.paper_s += times * other.paper_s
+        self.credit_s += times * other.credit_s
         self.redo_s += times * other.redo_s
         for key, seconds in other.trainer_s.items():
             self.trainer_s[key] += times * seconds
 
     def copy(self) -> Account:
-        return Account(self.wall_s, self.paper_s, self.redo_s, Counter(self.trainer_s))
+        trainer_s = Counter(self.trainer_s)
+        return Account(self.wall_s, self.paper_s, self.credit_s, self.redo_s, trainer_s)
 
 
 class Pipeline:
@@ -79,6 +86,7 @@ class Pipeline:
         self.left_s = work.startup_s
         self.account = Account()
         self._bound = (-1, -1, 0.0)
+        self._attempt_paper_s = 0.0  # of the step in training
 
     @property
     def done(self) -> bool:
@@ -165,6 +173,7 @@ class Pipeline:
         if self.committed < self.work.steps and self.produced >= needed - 2 * EPSILON:
             self.trainer = Trainer.TRAINING
             self.left_s = self.work.train_s * self._slowdown()
+            self._attempt_paper_s = 0.0
 
     def _slowdown(self) -> float:
         groups, machines = self.cluster.trainer_groups, self.cluster.trainer_machines
@@ -174,16 +183,25 @@ class Pipeline:
 
     def lose_attempt(self) -> None:
         """The step in work is lost; its batch is kept. Other groups go on with it at once."""
+        self._forget_attempt()
         if self.trainer is Trainer.TRAINING:
             self.trainer = Trainer.WAITING
             self._take_batch()
 
     def lose_trainers(self, why: Trainer) -> None:
+        self._forget_attempt()
         self.trainer = why
 
     def lose_job(self, why: Trainer) -> None:
+        self._forget_attempt()
         self.job_down = True
         self.trainer = why
+
+    def _forget_attempt(self) -> None:
+        """Training that came to nothing counts nowhere."""
+        if self.trainer is Trainer.TRAINING:
+            self.account.paper_s -= self._attempt_paper_s
+            self._attempt_paper_s = 0.0
 
     def trainers_back(self, step: int) -> None:
         self.committed = step
@@ -220,11 +238,17 @@ class Pipeline:
             self.account.redo_s += seconds
         if self.job_down:
             return
-        if self.trainer in IDLE:
-            if self.engines_up:
-                self.account.paper_s += seconds * (1 - self.cluster.trainer_share)
-        elif rollouts_run or not (training and self.redoing):
-            self.account.paper_s += seconds
+        trainers, rollouts = self.cluster.trainer_share, 1 - self.cluster.trainer_share
+        idle = self.trainer in IDLE
+        self.account.credit_s += seconds * (rollouts if idle and self.engines_up else not idle)
+        # A slot that waits counts, unless nobody works for an outage.
+        if self.trainer not in GONE or rollouts_run:
+            self.account.paper_s += seconds * rollouts * self.engines_up / self.cluster.engines
+        if not idle and not (training and self.redoing):
+            groups = self.cluster.trainer_groups
+            paper_s = seconds * trainers * (groups - self.groups_lost) / groups
+            self.account.paper_s += paper_s
+            self._attempt_paper_s += paper_s if training else 0.0
 
     def signature(self) -> tuple[float, ...]:
         """Equal at two commits: what follows them is equal too, until something fails."""

@@ -1,9 +1,9 @@
 """The simulator against saved live runs: the same trace, predicted and measured ETTR.
 
-`ettr_live.json` has `arms`, each with `strategy`, `trace` (`[{"at_s"} or {"step",
-"phase_offset_s"}, "subject"]`), `steps`, `step_s`, `recovery` (`{role: {phase: seconds}}`),
-`startup_s`, `ettr` (`{"strict", "paper"}`), `wall_s`, `seed`; and, where they are not the debug
-job's, `mode`, `rollout_share` (of a step), `trainer_groups`, `engines`, `checkpoint_interval`.
+`ettr_live.json` has `arms` (benchmarks/live/accounts.py), of which are read: `strategy`, `load`,
+`trace` (`[{"at_s"} or {"step", "phase_offset_s"}, "subject"]`), `steps`, `step_s`, `recovery`
+(`{role: {phase: seconds}}`; role `job` where it was started again as a whole), `startup_s`, `ettr`
+(`{"strict", "paper"}`), `wall_s`, `seed`, `checkpoint_every_steps`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.live.arms import ENGINES, GROUPS
 from benchmarks.simulator.cluster import Cluster, Workload
 from benchmarks.simulator.experiments import Make, simulate
 from benchmarks.simulator.failures import Fault, Role
 from benchmarks.simulator.job import Result
 from benchmarks.simulator.strategies.full_restart import FullRestart
 from benchmarks.simulator.strategies.role_isolated import RoleIsolated
+from torchtitan_rl_ft.escalation import RestartLimits
+from torchtitan_rl_ft.rollout.schedule import Mode
 
 TOLERANCE_POINTS = 5.0
 OUTAGE_PHASES = ("detect", "restart", "reconnect")
-"""What is done again (`redo`) is simulated."""
+JOB_PHASES = ("detect", "restart")
+"""Until work begins. What is done again is simulated; of a job, so is its first batch."""
+
+MODE: Mode = "sync"  # of the debug job, as all of these
+ROLLOUT_SHARE = 0.5  # assumption: of a step; faults of either role are equally likely to hit it
 
 NO_FAULT = "no_fault"
 
@@ -39,20 +46,33 @@ class Arm:
     trace: tuple[Fault, ...]
     steps: int
     step_s: float
+    save_every: int
     recovery_s: Mapping[str, float]
     startup_s: float
     strict: float
     paper: float
     wall_s: float
     seed: int
-    data: Mapping[str, Any]
+    load: str = ""
+    """What makes a step as long as it is: arms of one load have one kind of step."""
+
+    @property
+    def name(self) -> str:
+        of_load = f"{self.load}/" if self.load else ""
+        saved = f", saved every {self.save_every}" if self.strategy == "full_restart" else ""
+        roles = {f.role for f in self.trace}
+        struck = "" if not roles else f", {'all roles' if len(roles) > 1 else 'trainers'}"
+        return f"{of_load}{self.strategy}{struck}{saved}"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], where: str) -> Arm:
         """Raises LiveResultsInvalid."""
         try:
             recovery_s = {
-                role: sum(float(phases.get(phase) or 0.0) for phase in OUTAGE_PHASES)
+                role: sum(
+                    float(phases.get(phase) or 0.0)
+                    for phase in (JOB_PHASES if role == "job" else OUTAGE_PHASES)
+                )
                 for role, phases in data["recovery"].items()
             }
             return cls(
@@ -60,13 +80,14 @@ class Arm:
                 tuple(_fault(f) for f in data["trace"]),
                 int(data["steps"]),
                 float(data["step_s"]),
+                int(data.get("checkpoint_every_steps", 1)),
                 recovery_s,
                 float(data["startup_s"]),
                 float(data["ettr"]["strict"]),
                 float(data["ettr"]["paper"]),
                 float(data["wall_s"]),
                 int(data["seed"]),
-                data,
+                str(data.get("load", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise LiveResultsInvalid(f"{where}: {type(e).__name__}: {e}") from e
@@ -90,7 +111,7 @@ def _role(text: str) -> Role:
 
 @dataclass(frozen=True)
 class Comparison:
-    strategy: str
+    arm: str
     seed: int
     definition: str
     predicted: float
@@ -116,15 +137,19 @@ def load_arms(file: Path) -> list[Arm]:
 
 
 def compare(arms: Sequence[Arm]) -> list[Comparison]:
-    busy = busy_share(arms)
     found = []
     for arm in arms:
-        result, work, cluster = predict(arm)
+        busy = busy_share([a for a in arms if a.load == arm.load])
+        result = predict(arm)
         useful_s = result.steps * arm.step_s
         modelled = result.strict * result.wall_s / useful_s
         strict = (modelled if busy is None else busy) * useful_s / result.wall_s
-        found.append(Comparison(arm.strategy, arm.seed, "strict", strict, arm.strict))
-        found.append(Comparison(arm.strategy, arm.seed, "paper", result.paper, arm.paper))
+        paper = result.paper
+        for definition, predicted, measured in (
+            ("strict", strict, arm.strict),
+            ("paper", paper, arm.paper),
+        ):
+            found.append(Comparison(arm.name, arm.seed, definition, predicted, measured))
     return found
 
 
@@ -139,31 +164,31 @@ def busy_share(arms: Sequence[Arm]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def predict(arm: Arm) -> tuple[Result, Workload, Cluster]:
+def predict(arm: Arm) -> Result:
     """Recovery times, start-up and step time are measured; what faults make of them is not."""
-    share = float(arm.data.get("rollout_share", 0.5))
     work = Workload(
-        mode=arm.data.get("mode", "sync"),
-        rollout_s=share * arm.step_s,
-        train_s=(1 - share) * arm.step_s,
+        MODE,
+        rollout_s=ROLLOUT_SHARE * arm.step_s,
+        train_s=(1 - ROLLOUT_SHARE) * arm.step_s,
         steps=arm.steps,
         sync_s=0.0,  # inside the measured step
         save_blocking_s=0.0,
         save_async_s=0.0,
         startup_s=arm.startup_s,
     )
-    groups = int(arm.data.get("trainer_groups", 2))
-    cluster = Cluster(groups, int(arm.data.get("engines", 2)), groups)
-    return simulate(work, cluster, _strategy(arm), arm.trace), work, cluster
+    return simulate(work, Cluster(GROUPS, ENGINES, GROUPS), _strategy(arm), arm.trace)
+
+
+LIVE_LIMITS = RestartLimits(max_restarts=1_000, window_s=600.0, backoff_s=0.0)
+"""As the live jobs run; pauses are inside the measured recovery times."""
 
 
 def _strategy(arm: Arm) -> Make:
-    every = int(arm.data.get("checkpoint_interval", 1))
     longest_s = max(arm.recovery_s.values(), default=0.0)
     trainer_s = arm.recovery_s.get("trainer", longest_s)
-    if arm.strategy.startswith("full_restart"):
-        restart_s = arm.recovery_s.get("job", trainer_s)
-        return lambda: FullRestart(restart_s, save_every=every, detection_s=0.0)
+    if arm.strategy == "full_restart":
+        restart_s = arm.recovery_s.get("job", longest_s)
+        return lambda: FullRestart(restart_s, save_every=arm.save_every, detection_s=0.0)
     if arm.strategy not in (NO_FAULT, "role_isolated"):
         raise LiveResultsInvalid(f"no model of the strategy {arm.strategy!r}")
     return lambda: RoleIsolated(
@@ -171,5 +196,6 @@ def _strategy(arm: Arm) -> Make:
         job_s=longest_s,
         refill_s=arm.recovery_s.get("engine", longest_s),
         rollout_s=arm.recovery_s.get("rollout", longest_s),
-        save_every=every,
+        save_every=arm.save_every,
+        restart_limits=LIVE_LIMITS,
     )

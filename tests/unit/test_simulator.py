@@ -96,8 +96,9 @@ def test_full_restart_by_hand() -> None:
     assert result.outages_s == (100.0,)
     assert result.account.redo_s == pytest.approx(2 * 20)
     assert result.strict == pytest.approx(20 * 25 / 1240)
-    # The restart, and the training that is done again, count nothing; rollout again does.
-    assert result.paper == pytest.approx(1 - (100 + 40) / 1240)
+    # The restart counts nothing, nor trainers' half of 10 s lost and 40 s done again.
+    assert result.paper == pytest.approx(1 - (100 + 5 + 20) / 1240)
+    assert result.credit == pytest.approx(1 - 100 / 1240)
 
 
 def test_ours_by_hand() -> None:
@@ -105,7 +106,9 @@ def test_ours_by_hand() -> None:
     result = run(plain(), RoleIsolated(trainer_s=60.0), fault)
     # Step 8's batch is kept: its training begins again.
     assert result.wall_s == pytest.approx(20 * 50 + 60 + 10)
-    assert result.paper == pytest.approx(1 - 0.5 * 60 / 1070)
+    # Nobody works meanwhile: the batch is rolled out, the next one needs the new weights.
+    assert result.paper == pytest.approx(1 - (60 + 5) / 1070)
+    assert result.credit == pytest.approx(1 - 0.5 * 60 / 1070)
     hidden = Fault("trainer", after_step=7, offset_s=5.0)  # while step 8 is rolled out
     assert run(plain(), RoleIsolated(trainer_s=20.0), hidden).wall_s == pytest.approx(20 * 50)
 
@@ -283,8 +286,11 @@ def test_only_a_miss_without_a_reason_fails_the_verification() -> None:
     assert command.all_missed([met, missed], []) == ["d"]
     off = validation.Comparison("full_restart", 0, "strict", 0.5, 0.6)
     assert command.all_missed([met], [off]) == ["live full_restart, strict"]
-    text = report.to_json([met, apart], [], [], [off], {"seeds": 4})
-    assert json.loads(text)["targets"][1]["verdict"] == "apart"
+    text = report.to_json([met, apart, missed], [], [], [off], {"seeds": 4})
+    saved = json.loads(text)
+    assert saved["figures"]["targets"][1]["verdict"] == "apart"
+    assert {n: a["met"] for n, a in saved["aims"].items()} == {"a": True, "d": False}
+    assert "contradicts a" in str(saved["tables"][0])
 
 
 def arm(strategy: str, result: Result | None, **changes: Any) -> dict[str, Any]:
@@ -299,8 +305,10 @@ def arm(strategy: str, result: Result | None, **changes: Any) -> dict[str, Any]:
         "ettr": {"strict": 0.0, "paper": 0.0},
         "wall_s": 0.0,
         "seed": 3,
-        "trainer_groups": 1,
+        "load": "short",
     }
+    if strategy == "full_restart":
+        data["recovery"] = {"job": {"detect": 1.0, "restart": 9.0, "reconnect": 1.0, "redo": 1.0}}
     if strategy == "no_fault":
         data.update(trace=[], recovery={})
     if result is not None:
@@ -311,8 +319,8 @@ def arm(strategy: str, result: Result | None, **changes: Any) -> dict[str, Any]:
 def test_live_results_are_compared_under_their_own_trace(tmp_path: Path) -> None:
     names = ("no_fault", "role_isolated", "full_restart")
     bare = [validation.Arm.from_json(arm(n, None), n) for n in names]
-    results = [validation.predict(a)[0] for a in bare]
-    assert [round(r.wall_s, 1) for r in results] == [50.0, 60.5, 61.5]
+    results = [validation.predict(a) for a in bare]
+    assert [round(r.wall_s, 1) for r in results] == [50.0, 54.5, 61.5]
     file = tmp_path / "ettr_live.json"
     arms = [arm(n, r) for n, r in zip(names, results, strict=True)]
     file.write_text(json.dumps({"arms": arms}))
@@ -355,5 +363,6 @@ def test_plots_and_json_are_written(tmp_path: Path) -> None:
     sweep = command.sweep_at(60.0, range(2))
     command.write(tmp_path, [], scales, sweep, [], {"seeds": 2})
     saved = json.loads((tmp_path / "simulator.json").read_text())
-    assert len(saved["sweep"]) == 5
-    assert all((tmp_path / f"simulator_{n}.png").stat().st_size for n in ("sweep", "scales"))
+    assert len(saved["figures"]["sweep"]) == 5
+    assert len(saved["tables"][1]["rows"]) == 1
+    assert (tmp_path / "simulator.png").stat().st_size > 0
