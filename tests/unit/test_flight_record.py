@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 
@@ -33,7 +34,8 @@ def test_the_other_ranks_write_when_one_fails(ranks, tmp_path):
     waiting = threading.Thread(target=wait)
     waiting.start()
     fail(ranks[0])
-    assert sorted(f.name for f in (tmp_path / "traces").iterdir()) == ["rank_0", "rank_1"]
+    files = (tmp_path / "traces" / "quorum_0").iterdir()
+    assert sorted(f.name for f in files) == ["rank_0", "rank_1"]
     over.set()
     waiting.join()
 
@@ -48,8 +50,8 @@ def test_a_good_end_writes_nothing(ranks, tmp_path):
 
 def test_files_of_an_earlier_life_are_written_anew(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PEERS_TIMEOUT_S", 0.0)
-    old = tmp_path / "traces" / "rank_0"
-    old.parent.mkdir()
+    old = tmp_path / "traces" / "quorum_0" / "rank_0"
+    old.parent.mkdir(parents=True)
     old.write_bytes(b"old")
     os.utime(old, (1, 1))
     fail(ranks[0])
@@ -60,3 +62,21 @@ def test_a_record_that_cannot_be_written_hides_no_error(ranks, tmp_path, monkeyp
     monkeypatch.setattr(module, "PEERS_TIMEOUT_S", 0.0)
     (tmp_path / "traces").write_text("in the way")
     fail(ranks[0])
+
+
+@pytest.mark.row("K2")
+def test_each_quorum_whose_collectives_fail_has_a_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module, "dump", lambda: b"record")
+    quorum = iter([3, 3, 5])
+    folder = tmp_path / "traces"
+    failing = FlightRecord(folder, "rank_", 0, 2, lambda: next(quorum))
+    waiting = FlightRecord(folder, "rank_", 1, 2, lambda: 99)
+    with failing.kept(), waiting.kept():
+        for _ in range(3):  # the second one of the same quorum adds nothing
+            failing.attempt_failed()
+        end = time.monotonic() + 20
+        while len(list(folder.glob("quorum_*/rank_*"))) < 4 and time.monotonic() < end:
+            time.sleep(0.01)
+    found = sorted(str(f.relative_to(folder)) for f in folder.glob("*/*"))
+    assert found == [f"quorum_{q}/rank_{r}" for q in (3, 5) for r in (0, 1)]

@@ -113,6 +113,10 @@ class ReplicaGroup(TorchFTManager):
         self._client: RendezvousClient | None = None
         self._transport: StateTransport | None = None
         self._load_s = 0.0
+        self.quorum_id = 0
+        """Of the last quorum, as the lighthouse numbers it."""
+        self.collective_failed = False
+        """In the last attempt, a sum over the groups, or forming their process group."""
         if config.enable:
             # No manager yet: one that beats without asking for a quorum counts against the
             # majority. `join` makes it, once the group is ready to train.
@@ -210,6 +214,7 @@ class ReplicaGroup(TorchFTManager):
         self._ask()
         assert self._client is not None and self._client.latest is not None
         latest = self._client.latest
+        self.quorum_id = latest.lighthouse_quorum_id
         if len(latest.replica_ids) < self.config.min_replica_size:
             raise MinimumMismatch(
                 f"the lighthouse formed a quorum of {len(latest.replica_ids)} group(s), but "
@@ -281,7 +286,8 @@ class ReplicaGroup(TorchFTManager):
         """The group's vote: True only when every rank says so and enough groups take part."""
         if self._manager is None:
             return local
-        if not local and self._manager.errored() is None:
+        self.collective_failed = self._manager.errored() is not None
+        if not local and not self.collective_failed:
             self._manager.report_error(RuntimeError("this rank refuses the step"))
         return self._manager.should_commit()
 

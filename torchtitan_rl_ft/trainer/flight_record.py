@@ -1,11 +1,14 @@
-"""Flight recorder files, one per rank of a group, when training ends by an error.
+"""Flight recorder files, one per rank of a group and quorum, when collectives fail.
 
 torch's recorder keeps the last `comm.trace_buf_size` collectives, of gloo too, but only its NCCL
 watchdog writes them out. Here the rank that fails writes them, and the others of its group when
 they see its file: a rank that is only waited for knows of no error, and its part is the telling
-one. Files are torch's own dumps (`torchfrtrace` reads them):
+one. A group that outlives another writes what was under way when that one was lost, and trains on.
+Files are torch's own dumps (`torchfrtrace` reads them), in a folder for each quorum, by the
+lighthouse's number of it:
 
-    RUN/<comm.save_traces_folder>/trainer-<g>/attempt_<n>/<comm.save_traces_file_prefix><rank>
+    RUN/<comm.save_traces_folder>/trainer-<g>/attempt_<n>/quorum_<id>/
+        <comm.save_traces_file_prefix><rank>
 
 A rank whose interpreter is stopped or held writes nothing.
 """
@@ -17,7 +20,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,23 +44,30 @@ def dump() -> bytes:
 
 
 def of_group(
-    comm: CommConfig, run: Path, replica_id: int
-) -> contextlib.AbstractContextManager[None]:
-    """Kept while this rank of a group trains, under [comm]; nothing without a buffer."""
+    comm: CommConfig, run: Path, replica_id: int, quorum_id: Callable[[], int]
+) -> FlightRecord | None:
+    """Of this rank of a group, under [comm]; None without a buffer."""
     if comm.trace_buf_size <= 0:
-        return contextlib.nullcontext()
+        return None
     folder = run / comm.save_traces_folder / f"trainer-{replica_id}"
     folder /= f"attempt_{os.environ.get(ATTEMPT_ENV, '1')}"
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return FlightRecord(folder, comm.save_traces_file_prefix, rank, ranks).kept()
+    return FlightRecord(folder, comm.save_traces_file_prefix, rank, ranks, quorum_id)
 
 
 class FlightRecord:
     """This rank's file, and an eye on those of the other ranks."""
 
-    def __init__(self, folder: Path, prefix: str, rank: int, world_size: int) -> None:
-        self._paths = [folder / f"{prefix}{r}" for r in range(world_size)]
-        self._rank = rank
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        rank: int,
+        world_size: int,
+        quorum_id: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._folder, self._prefix, self._quorum_id = folder, prefix, quorum_id
+        self._rank, self._ranks = rank, range(world_size)
         self._since_wall_s = time.time()
         self._over = threading.Event()
         self._writing = threading.Lock()
@@ -75,10 +85,15 @@ class FlightRecord:
         finally:
             self._over.set()
 
-    def write(self) -> None:
-        """Once; the first call holds what was under way."""
+    def attempt_failed(self) -> None:
+        """A collective failed and training goes on: written from a side thread."""
+        quorum = self._quorum()
+        threading.Thread(target=self.write, args=(quorum,), daemon=True).start()
+
+    def write(self, quorum: Path | None = None) -> None:
+        """Once for each quorum; the first call holds what was under way."""
         with self._writing:
-            path = self._paths[self._rank]
+            path = self._path(quorum or self._quorum(), self._rank)
             if self._is_new(path):
                 return
             try:
@@ -89,6 +104,12 @@ class FlightRecord:
                 return
             logger.warning("flight record of this rank's collectives: %s", path)
 
+    def _quorum(self) -> Path:
+        return self._folder / f"quorum_{self._quorum_id()}"
+
+    def _path(self, quorum: Path, rank: int) -> Path:
+        return quorum / f"{self._prefix}{rank}"
+
     def _is_new(self, path: Path) -> bool:
         """Written in this life of the group; a by-hand start may find older files."""
         try:
@@ -97,13 +118,14 @@ class FlightRecord:
             return False
 
     def _watch(self) -> None:
-        others = [path for r, path in enumerate(self._paths) if r != self._rank]
+        others = [r for r in self._ranks if r != self._rank]
         while others and not self._over.wait(LOOK_S):
-            if any(self._is_new(path) for path in others):
-                self.write()
-                return
+            for quorum in self._folder.glob("quorum_*"):
+                if any(self._is_new(self._path(quorum, r)) for r in others):
+                    self.write(quorum)
 
     def _wait_for_peers(self) -> None:
         end_s = time.monotonic() + PEERS_TIMEOUT_S
-        while time.monotonic() < end_s and not all(self._is_new(path) for path in self._paths):
+        paths = [self._path(self._quorum(), r) for r in self._ranks]
+        while time.monotonic() < end_s and not all(self._is_new(path) for path in paths):
             time.sleep(LOOK_S / 5)

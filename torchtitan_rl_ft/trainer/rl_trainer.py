@@ -6,6 +6,7 @@ One call of `train_step` is one committed step, however many attempts it takes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -148,6 +149,12 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         watch.arm(watch.limits_of(config.recovery, config.fault_tolerance))
         self._beats = LiveBeats(LedgerClient(self._client("rollout"), member))
         SessionMember(self._client("serving"), member).announce()
+        self._flight = flight_record.of_group(
+            config.comm,
+            self.run_folder.path,
+            member.replica_id,
+            lambda: self.ft_manager.quorum_id,
+        )
         seams = Seams(
             group=self.ft_manager,
             link=self.link,
@@ -167,6 +174,7 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             ),
             train_dumps=self._build_train_dumps(),
             heal_warn_share=config.fault_tolerance.heal_warn_share,
+            flight=self._flight,
         )
         return Stepper(
             seams,
@@ -280,10 +288,9 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         self.stepper.attach()
         lineage = self.lineage
         self.ft_manager.join(self.state, self._token, lineage.step, lineage.batches_committed)
-        replica_id = self.config.fault_tolerance.replica_id
         self.link.tell(lambda: self._beats.start(self.lineage.state, self.clock.phase))
         try:
-            with flight_record.of_group(self.config.comm, self.run_folder.path, replica_id):
+            with self._flight.kept() if self._flight else contextlib.nullcontext():
                 super().train()
         finally:
             self._beats.stop()

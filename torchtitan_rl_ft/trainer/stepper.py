@@ -33,6 +33,7 @@ from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
 from torchtitan_rl_ft.rpc.client import RoleUnreachable
 from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.attempt import Attempt, Result, Work
+from torchtitan_rl_ft.trainer.flight_record import FlightRecord
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.heal_events import tell_heal
 from torchtitan_rl_ft.trainer.lineage import Lineage
@@ -103,6 +104,7 @@ class Seams:
     numbers: NumericWatch
     train_dumps: TrainDumps | None = None
     heal_warn_share: float = 1.0
+    flight: FlightRecord | None = None
 
 
 class Stepper:
@@ -283,6 +285,8 @@ class Stepper:
             Kind.REFUSE, step=step, cause=result.cause, batch=batch.batch_id, members=quorum.members
         )
         logger.warning("step %d refused: %s", step, result.cause)
+        if self._s.flight is not None and self._s.group.collective_failed:
+            self._s.flight.attempt_failed()
         differs = self._s.numbers.refused(step, quorum, result)
         if not self._s.link.all_agree(not differs):  # one rank's bits are its whole group's
             self._s.group.set_step(0)
