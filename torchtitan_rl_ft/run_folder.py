@@ -11,6 +11,7 @@ Layout (`job.dump_folder` is the run folder itself):
     checkpoint/            TorchTitan checkpoints, step-N-<token>/
     weights/               published policies, newest last
     model/                 the tiny model directory, when the job makes its own
+    profiles/              traces of profilers, step_N/ (observability.profile_steps)
     phases/                where each rank stands (see host/phase_file.py), and learned limits
     roles/<name>.json      address, pid and start time of each role that is up
     chaos.json             faults that were injected on purpose (chaos-command-*: by the command)
@@ -159,6 +160,10 @@ class RunFolder:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def profiles(self) -> Path:
+        return self.path / "profiles"
 
     @property
     def phases(self) -> Path:

@@ -46,6 +46,15 @@ BROKEN = [
     # what a run shows of itself
     ("--otel.endpoint localhost:4318", ["otel.endpoint", "http://127.0.0.1:4318"]),
     ("--otel.endpoint http://collector:port", ["otel.endpoint", "OTLP/HTTP"]),
+    ("--observability.profile_steps 99-101", ["profile_steps", "training.steps"]),
+    ("--observability.profile_steps 3-2", ["profile_steps", "ends before it begins"]),
+    ("--observability.profile_steps 0-2", ["profile_steps", "count from 1"]),
+    ("--observability.profile_steps 1,2", ["profile_steps", "no range of steps"]),
+    (
+        "--observability.profile_steps 1 --profiling.enable_profiling",
+        ["profile_steps", "profiling.enable_profiling"],
+    ),
+    ("--observability.profile_engines", ["profile_engines", "profile_steps is empty"]),
     ("--otel.export_interval_s 0", ["otel.export_interval_s must be positive"]),
     # replica groups
     ("--fault_tolerance.min_replica_size 0", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),

@@ -57,6 +57,7 @@ RULES = (
     service.secrets,
     observing.otel,
     observing.metric_sinks,
+    observing.profiles,
 )
 
 

@@ -25,7 +25,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.torchft.trainer import FaultTolerantTrainer
 
 from torchtitan_rl_ft.config.debug_mode import roles_of_trainers
+from torchtitan_rl_ft.config.profile_steps import parse_steps
 from torchtitan_rl_ft.config.recovery import RecoverySection
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.journal.checkpoints import Marker
@@ -62,6 +64,7 @@ from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference,
 from torchtitan_rl_ft.trainer.rows import MicroBatch
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.standby import BUILT, Place, await_place, waits
+from torchtitan_rl_ft.trainer.step_profiles import StepProfiles
 from torchtitan_rl_ft.trainer.stepper import POLL_S, RunStopped, Seams, Stepper
 from torchtitan_rl_ft.trainer.train_dumps import TrainDumps
 from torchtitan_rl_ft.trainer.window_work import WindowWork
@@ -154,6 +157,13 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.run_folder.path,
             member.replica_id,
             lambda: self.ft_manager.quorum_id,
+        )
+        self._profiles = StepProfiles(
+            self.run_folder.profiles,
+            parse_steps(Resolved.read(self.run_folder.path).sections.observability.profile_steps),
+            f"trainer-{member.replica_id}.{os.environ.get('RANK', '0')}",
+            self.events,
+            lambda phase: self.stepper.enter(phase),
         )
         seams = Seams(
             group=self.ft_manager,
@@ -309,7 +319,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Returns when one more step is committed; `self.step` is then that step."""
         try:
-            self.stepper.step()
+            with self._profiles.around(self.lineage.step + 1):
+                self.stepper.step()
         except RunStopped as e:
             self.stopped = e
             self.step = self.lineage.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from torchtitan_rl_ft.config.profile_steps import parse_steps
 from torchtitan_rl_ft.config.rules.job import Job
 
 OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -32,6 +33,29 @@ def metric_sinks(job: Job) -> Iterator[str]:
         path = f"metrics.{key}"
         if job.resolved.get(path) and not job.machine.has_module(module):
             yield job.broken(f"{module} is not installed: pip install {module}", path)
+
+
+def profiles(job: Job) -> Iterator[str]:
+    path = "observability.profile_steps"
+    try:
+        steps = parse_steps(job.resolved.sections.observability.profile_steps)
+    except ValueError as e:
+        yield job.broken(str(e), path)
+        return
+    if not steps:
+        if job.resolved.sections.observability.profile_engines:
+            yield job.broken(
+                "which steps are to be profiled? observability.profile_steps is empty",
+                "observability.profile_engines",
+                path,
+            )
+        return
+    if steps[-1] > job.resolved.get("training.steps"):
+        yield job.broken("the job ends before these steps", path, "training.steps")
+    if job.resolved.get("profiling.enable_profiling"):
+        yield job.broken(
+            "a process has one profiler: use one of the two", path, "profiling.enable_profiling"
+        )
 
 
 def _is_http(url: str) -> bool:
