@@ -23,12 +23,21 @@ def observed(tmp_path_factory):
             "comm__trace_buf_size": 200,
         }
         with TrainerRun(path, steps=STEPS, groups=2, forked=True, **keys) as run:
+            pause = run.run.path / "pause-host"  # until both are there: they begin together
+            pause.touch()
             run.start_all()
+            names = {"trainer-0", "trainer-1"}
+            run.wait_for(lambda: {e["name"] for e in waiting(run)} == names, "both groups")
+            pause.unlink()
             run.kill_at(1, "reduce", step=KILLED_AT)
             run.start("trainer-1")
             assert run.wait_exit("trainer-0") == [0], run.logs()
             assert run.wait_exit("trainer-1") == [0], run.logs()
         yield run, receiver
+
+
+def waiting(run):
+    return [e for e in run.events("phase") if e["phase"] == "waiting_for_batch"]
 
 
 @pytest.mark.row("K2")
@@ -38,10 +47,12 @@ def test_each_quorum_is_a_record_with_id_step_and_members(observed):
     told = [e["data"] | {"step": e["step"]} for e in run.events("quorum")]
     ids = list(dict.fromkeys(q["quorum_id"] for q in told))
     assert len(ids) >= 2 and ids == sorted(ids)
-    alone = [q for q in told if q["members"] == ["torchtitan_ft_00000"]]
-    both = [q for q in told if len(q["members"]) == 2]
-    assert both and all(q["participants"] == len(q["members"]) for q in told)
-    assert all(q["step"] >= KILLED_AT for q in alone)
+    assert all(q["participants"] == len(q["members"]) for q in told)
+    assert [q["members"] for q in told if q["quorum_id"] == ids[0]][0] == [
+        "torchtitan_ft_00000",
+        "torchtitan_ft_00001",
+    ]
+    assert min(q["step"] for q in told if q["quorum_id"] == ids[1]) == KILLED_AT
     exported = {r.attributes["quorum_id"] for r in receiver.logs if r.name == "rl_ft.quorum"}
     assert exported >= set(ids)
 
