@@ -149,6 +149,32 @@ def test_torchft_streams_reach_the_same_endpoint(start, receiver):
     assert quorum.attributes == extra and error.attributes["error"] == "abort"
 
 
+def test_a_fault_is_a_span_with_its_phases_when_it_is_over(tmp_path, receiver):
+    path = tmp_path / "events.jsonl"
+    supervisor = EventLog(path, run="run-1", role="supervisor", name="supervisor")
+    otel.export_events(supervisor, settings(receiver.endpoint), TOKEN, all_events=path)
+    serving = EventLog(path, run="run-1", role="serving", name="serving")
+    supervisor.emit(Kind.RUN, phase="start")
+    serving.emit(Kind.FAULT, cause="no answer in 3 s", subject="engine-1")
+    time.sleep(0.02)
+    serving.emit(Kind.EXIT, phase="fault", cause="killed by SIGKILL", subject="engine-1")
+    wait_for(lambda: len(receiver.logs) >= 1, "the start")
+    assert not receiver.spans
+    serving.emit(Kind.SPAWN, subject="engine-1", pid=1)
+    serving.emit(Kind.READY, subject="engine-1")
+    for old, new in (("starting", "stale"), ("stale", "installing"), ("installing", "serving")):
+        serving.emit(Kind.TRANSITION, subject="engine-1", old=old, new=new)
+    wait_for(lambda: receiver.spans, "the recovery")
+    supervisor.close()
+    recovery, *phases = receiver.spans
+    assert recovery.name == "recovery" and recovery.attributes["of"] == "engine-1"
+    assert "no answer" in recovery.raw.status.message
+    assert phases and {p.raw.parent_span_id for p in phases} == {recovery.raw.span_id}
+    took = [s.raw.end_time_unix_nano - s.raw.start_time_unix_nano for s in phases]
+    whole = recovery.raw.end_time_unix_nano - recovery.raw.start_time_unix_nano
+    assert abs(sum(took) - whole) < 1e6
+
+
 # Receivers that fail ------------------------------------------------------------------------
 
 

@@ -218,13 +218,14 @@ def read_events(
         for line in f:
             if not line.endswith(b"\n"):
                 return
-            if (event := _event(_read_line(line))) is not None:
+            if (event := as_event(_read_line(line))) is not None:
                 yield event
             else:
                 on_unread(line)
 
 
-def _event(read: Any) -> Event | None:
+def as_event(read: Any) -> Event | None:
+    """Of what was read as JSON; None when it is no event of this version."""
     try:
         known = Event.__dataclass_fields__
         fields: dict[str, Any] = {k: v for k, v in read.items() if k in known}

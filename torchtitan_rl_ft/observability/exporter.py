@@ -65,7 +65,7 @@ class Sender(Protocol):
 
 
 class Exporter:
-    """An events.Listener. `make_sender` and `read_points` are called in the side thread."""
+    """An events.Listener. `make_sender` and `read_more` are called in the side thread."""
 
     def __init__(
         self,
@@ -74,12 +74,12 @@ class Exporter:
         *,
         receiver: str,
         interval_s: float,
-        read_points: Callable[[SpanFold], Iterable[Point]] = lambda fold: (),
+        read_more: Callable[[SpanFold], Iterable[Point | Span]] = lambda fold: (),
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`receiver`: as the warning calls it."""
+        """`receiver`: as the warning calls it. `read_more`: what there is beside the events."""
         self._events, self._make_sender, self._receiver = events, make_sender, receiver
-        self._interval_s, self._read_points, self._clock_s = interval_s, read_points, clock_s
+        self._interval_s, self._read_more, self._clock_s = interval_s, read_more, clock_s
         self._told: deque[Event | Record] = deque(maxlen=QUEUE_LIMIT)
         self._waiting: dict[str, deque[Any]] = {
             sort: deque(maxlen=QUEUE_LIMIT) for sort in ("logs", "traces", "metrics")
@@ -133,8 +133,8 @@ class Exporter:
             if isinstance(item, Event):
                 for span in self._fold.add(item):
                     self._append(self._waiting["traces"], span)
-        for point in self._read_points(self._fold):
-            self._append(self._waiting["metrics"], point)
+        for more in self._read_more(self._fold):
+            self._append(self._waiting["metrics" if isinstance(more, Point) else "traces"], more)
 
     def _export(self, sender: Sender) -> None:
         for sort, queue in self._waiting.items():

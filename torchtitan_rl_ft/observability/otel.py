@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from torchtitan_rl_ft.observability.events import Event, EventLog, Kind
 from torchtitan_rl_ft.observability.exporter import Exporter, NotTaken, Point, Record
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.metric_names import exported_name
+from torchtitan_rl_ft.observability.recovery_spans import RecoverySpans
 from torchtitan_rl_ft.observability.spans import Span, SpanFold, span_of_step, trace_of_step
 
 if TYPE_CHECKING:
@@ -49,10 +50,16 @@ class Settings(Protocol):
 
 
 def export_events(
-    events: EventLog, settings: Settings, token: str, metrics: Path | None = None
+    events: EventLog,
+    settings: Settings,
+    token: str,
+    *,
+    metrics: Path | None = None,
+    all_events: Path | None = None,
 ) -> Exporter | None:
-    """Export the events of this process from now on, and what is appended to `metrics`, until the
-    events are closed. Nothing without an endpoint. `token`: the run's secret, which is hidden."""
+    """Export the events of this process from now on until they are closed, what is appended to
+    `metrics`, and the faults that the `all_events` of a run tell of. Nothing without an endpoint.
+    `token`: the run's secret, which is hidden."""
     if not settings.endpoint:
         return None
     resource = {
@@ -64,12 +71,19 @@ def export_events(
     }
     hidden = Hidden(secrets_of(os.environ, token))
     points = MetricPoints(metrics)
+    recoveries = RecoverySpans(all_events, events.about["run"]) if all_events is not None else None
+
+    def read_more(fold: SpanFold) -> Iterator[Point | Span]:
+        yield from points.read(fold)
+        if recoveries is not None:
+            yield from recoveries.read()
+
     exporter = Exporter(
         events,
         lambda: OtlpSender(settings.endpoint, resource, hidden),
         receiver=f"the OpenTelemetry collector at {settings.endpoint}",
         interval_s=settings.export_interval_s,
-        read_points=points.read,
+        read_more=read_more,
     )
     events.listen(exporter)
     exporter.start()

@@ -71,7 +71,7 @@ def run_job(
     events = EventLog(folder.events, run=folder.path.name, role=NAME, name=NAME, attempt=attempt)
     try:
         token = session.token() or folder.token(create=True)
-        export_events(events, resolved.sections.otel, token)
+        export_events(events, resolved.sections.otel, token, all_events=folder.events)
         process.adopt_orphans()
         folder.register(NAME, "", attempt)
         phase = "start" if start is start_state.Start.FRESH else start.value
