@@ -61,7 +61,8 @@ def poisson(
     for role, machines, units, factor in roles:
         mean = machines * rate_per_day * factor * horizon_s / DAY_S
         times_s = rng.random(rng.poisson(mean)) * horizon_s
-        units_hit = rng.integers(units, size=len(times_s))
+        # As many draws whatever `units`: jobs in one group or in many meet the same faults.
+        units_hit = (rng.random(len(times_s)) * units).astype(int)
         causes = rng.choice(len(CAUSES), size=len(times_s), p=shares)
         for at_s, unit, cause in zip(times_s, units_hit, causes, strict=True):
             found.append(Fault(role, int(unit), float(at_s), cause=CAUSES[cause]))

@@ -262,6 +262,16 @@ def test_injected_faults_are_one_in_each_window() -> None:
     assert all(0 <= f.offset_s < 7 for f in found)
 
 
+def test_one_group_or_many_meet_the_same_faults() -> None:
+    one, many = (
+        machines_fail(Cluster.of_gpus(4_096, group_machines=m), 5, 20.0, p.RATE_LLAMA)
+        for m in (None, 32)
+    )
+    assert len(one) > 10
+    assert [(f.at_s, f.role, f.cause) for f in one] == [(f.at_s, f.role, f.cause) for f in many]
+    assert len({f.index for f in many if f.role == "trainer"}) > 1
+
+
 def test_causes_are_all_interruptions_that_are_published() -> None:
     assert sum(c.count for c in p.CAUSES) == 419
     per_machine_day = 419 / 54 / (16_384 / p.GPUS_PER_MACHINE)
