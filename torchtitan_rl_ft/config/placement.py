@@ -55,6 +55,11 @@ def trainer_devices(ft: FaultToleranceSection) -> int:
     return ft.replica_groups * ft.ranks_per_group
 
 
+def slot_ranks(ft: FaultToleranceSection, rollout: RolloutSection) -> dict[str, int]:
+    """Ranks of a trainer group and of an engine: what a slot weighs in ETTR."""
+    return {"trainer": ft.ranks_per_group, "engine": engine_ranks(rollout.engine_args)}
+
+
 def exceeded(trainer: int, engines: int) -> str | None:
     """Why trainers on `trainer` devices cannot share those of the engines, or None.
 

@@ -223,7 +223,7 @@ def _calm(bounds_s: Sequence[float], bad: Track) -> list[tuple[float, float]]:
     for since_s, until_s in itertools.pairwise(bounds_s):
         while i < len(bad) and bad[i].end_s <= since_s:
             i += 1
-        if until_s > since_s and not (i < len(bad) and bad[i].start_s < until_s):
+        if until_s >= since_s and not (i < len(bad) and bad[i].start_s < until_s):
             found.append((since_s, until_s))
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ _LINE_START = b'{"wall_s":'
 class Kind(StrEnum):
     """What happened. A new kind is added here and nowhere else."""
 
-    RUN = "run"  # phase: start, resume, reattach, end; cause: outcome
+    RUN = "run"  # phase: start, resume, reattach, end; cause: outcome; data: roles, ranks
     SPAWN = "spawn"  # a process was started; data: pid, start_time, log
     READY = "ready"  # a role answers; data: url
     EXIT = "exit"  # a process ended; data: pid, returncode, signal; cause
@@ -230,9 +231,19 @@ def as_event(read: Any) -> Event | None:
         known = Event.__dataclass_fields__
         fields: dict[str, Any] = {k: v for k, v in read.items() if k in known}
         fields["kind"] = Kind(fields["kind"])
-        return Event(**fields)
+        event = Event(**fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    return event if _sound(event) else None
+
+
+def _sound(event: Event) -> bool:
+    """Whether what all readers count on is of its type."""
+    times = all(isinstance(t, int | float) for t in (event.wall_s, event.mono_s))
+    numbers = all(isinstance(n, int | None) for n in (event.step, event.version, event.pid))
+    texts = all(isinstance(t, str | None) for t in (event.name, event.role, event.phase))
+    sound = times and numbers and texts and isinstance(event.data, dict)
+    return sound and math.isfinite(event.mono_s)
 
 
 def _read_line(line: bytes) -> Any:

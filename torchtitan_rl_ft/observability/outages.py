@@ -1,23 +1,19 @@
-"""One record per fault: what was lost, and how it came back, in phases. A pure function of the
-events of a run."""
+"""All outages of a run: a pure function of its events."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_rl_ft.observability.event_data import number
+from torchtitan_rl_ft.observability.event_data import subject as subject_of
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.lives import BEGINNINGS, lives
+from torchtitan_rl_ft.observability.outage import Outage, role_of
+from torchtitan_rl_ft.observability.outage_samples import Samples
 
-PHASES = ("detect", "restart", "reconnect", "redo")
-
-ROLES = ("trainer", "engine", "rollout", "serving", "lighthouse", "supervisor")
-
-_NUMBERED = re.compile(r"(trainer|engine)-\d+")
-
-LASTING = frozenset({"stop", "slow", "blackhole"})
+LASTING = frozenset({"stop", "slow", "blackhole", "fill"})
 """Injected faults that are over when they are lifted."""
 
 ROLLOUT_WORKS = frozenset({"rollout", "waiting_for_trainers", "waiting_for_policy", "replay"})
@@ -26,91 +22,8 @@ ROLLOUT_WORKS = frozenset({"rollout", "waiting_for_trainers", "waiting_for_polic
 OF_A_RANK = frozenset({Kind.PHASE, Kind.QUORUM, Kind.HEAL, Kind.REFUSE})
 """Events that a group's first rank tells itself; others may be its launcher's."""
 
-
-def role_of(name: str) -> str | None:
-    """The role of a process, None for one whose loss stops no work (a standby, the inspector)."""
-    if _NUMBERED.fullmatch(name):
-        return name.split("-")[0]
-    return name if name in ROLES else None
-
-
-@dataclass
-class Outage:
-    """A fault of one process, until it does its work again. Times are of the monotonic clock, in
-    seconds; None: it has not come to that."""
-
-    role: str
-    name: str
-    cause: str
-    began_s: float  # the injection, where it is known, else the detection
-    detected_s: float | None = None
-    retired_s: float | None = None  # the process is gone, or out of use
-    replaced_s: float | None = None  # the new process is up
-    connected_s: float | None = None  # it is known to the others, with their state
-    done_s: float | None = None  # it does its work again
-    until_s: float = 0.0  # done, or the last moment that is known
-    overtaken: bool = False
-    """The same process was hit again before it was back: the next record goes on from there."""
-
-    version_before: int | None = None
-    version_after: int | None = None
-    samples_lost: int = 0  # in no batch any more, because of it
-    samples_replayed: int = 0  # trained, or rolled out, again
-    injected: str | None = None  # the kind of an injected fault
-
-    @property
-    def phase_s(self) -> dict[str, float]:
-        """Each at least 0, in sum `until_s - began_s`: `done_s - began_s` when it is over.
-
-        detect: until it is noticed. restart: until the new process is up. reconnect: until it has
-        joined the others and holds their state. redo: until it does its work again.
-        """
-        marks_s = [self.began_s]
-        for at_s in (self.detected_s, self.replaced_s, self.connected_s, self.until_s):
-            known_s = self.until_s if at_s is None else min(at_s, self.until_s)
-            marks_s.append(max(marks_s[-1], known_s))
-        return {p: marks_s[i + 1] - marks_s[i] for i, p in enumerate(PHASES)}
-
-    @property
-    def total_s(self) -> float:
-        return self.until_s - self.began_s
-
-    @property
-    def spans(self) -> list[tuple[str, float, float]]:
-        """Phase, begin, end; without those that took no time."""
-        found, at_s = [], self.began_s
-        for phase, phase_s in self.phase_s.items():
-            if phase_s > 0:
-                found.append((phase, at_s, at_s + phase_s))
-            at_s += phase_s
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields, and what is derived of them."""
-        return {
-            "role": self.role,
-            "name": self.name,
-            "cause": self.cause,
-            "injected": self.injected,
-            "began_s": self.began_s,
-            "detected_s": self.detected_s,
-            "retired_s": self.retired_s,
-            "replaced_s": self.replaced_s,
-            "connected_s": self.connected_s,
-            "done_s": self.done_s,
-            "until_s": self.until_s,
-            "overtaken": self.overtaken,
-            "phase_s": self.phase_s,
-            "version_before": self.version_before,
-            "version_after": self.version_after,
-            "samples_lost": self.samples_lost,
-            "samples_replayed": self.samples_replayed,
-        }
-
-    def line(self) -> str:
-        parts = ", ".join(f"{p} {s:.2f}" for p, s in self.phase_s.items() if s >= 0.005)
-        end = "" if self.done_s is not None else ", not over" if not self.overtaken else ", again"
-        return f"{self.name}: {first_line(self.cause)}: {self.total_s:.2f} s ({parts}){end}"
+COMPUTES = frozenset({"forward_backward", "reduce", "commit"})
+"""Phases of a trainer in which a fault costs the work of the step."""
 
 
 def outages(events: Iterable[Event]) -> list[Outage]:
@@ -130,9 +43,10 @@ class _Subject:
     pid: int | None = None  # of the events it writes itself
     last_s: float = 0.0  # its last own event
     respawned: bool = False  # since the outage began
-    lifted: bool = False
+    lifted_s: float | None = None  # an injected fault was
     retired_s: float | None = None
     version: int | None = None
+    computes: int | None = None  # a trainer: the step that it is in
     relieved: Outage | None = None  # another engine took its place before its end was told
 
 
@@ -142,6 +56,7 @@ class Outages:
     def __init__(self) -> None:
         self._found: list[Outage] = []
         self._subjects: dict[str, _Subject] = {}
+        self._samples = Samples()
         self._place: dict[str, str] = {}  # engine -> the lost one whose place it takes
         self._version: int | None = None  # newest policy
         self._last_s: float | None = None
@@ -176,8 +91,8 @@ class Outages:
                 self._ready(event)
             case Kind.TRANSITION:
                 self._transition(event)
-            case Kind.SUPERSEDE | Kind.DROP | Kind.MOVE | Kind.REFUSE:
-                pass
+            case _:
+                self._samples.add(event, self._open())
         self._own(event)
 
     # Begin and end ----------------------------------------------------------------------
@@ -197,8 +112,9 @@ class Outages:
             last.overtaken, last.until_s = True, max(last.began_s, began_s)
         outage = Outage(str(role_of(name)), name, cause, began_s, until_s=began_s, **known)
         outage.version_before = self._version if subject.version is None else subject.version
-        subject.outage, subject.respawned, subject.lifted = outage, False, False
+        subject.outage, subject.respawned, subject.lifted_s = outage, False, None
         self._found.append(outage)
+        self._samples.hit(outage, subject.computes)
         return outage
 
     def _done(self, name: str, at_s: float) -> None:
@@ -208,10 +124,11 @@ class Outages:
         outage.done_s = outage.until_s = max(outage.began_s, at_s)
         if outage.connected_s is None:
             outage.connected_s = outage.done_s
-        if outage.replaced_s is None:
-            outage.replaced_s = outage.connected_s
         if outage.detected_s is None:  # it was over before anybody saw it
-            outage.detected_s = outage.replaced_s
+            outage.detected_s = outage.done_s if subject.lifted_s is None else subject.lifted_s
+        if outage.replaced_s is None:  # by nothing, or nobody has told when
+            respawned = outage.connected_s if subject.respawned else outage.detected_s
+            outage.replaced_s = respawned
         outage.version_after = self._version if subject.version is None else subject.version
         subject.outage = None
 
@@ -242,7 +159,7 @@ class Outages:
             return
         if event.phase == "lift":
             subject = self._subject(name)
-            subject.lifted = True
+            subject.lifted_s = event.mono_s
             if role_of(name) not in ("trainer", "engine", "rollout"):
                 self._done(name, event.mono_s)
             return
@@ -255,8 +172,7 @@ class Outages:
         name = str(event.data.get("subject", ""))
         if role_of(name) not in ("trainer", "engine"):
             return  # of the others it is their end that counts
-        limit_s = event.data.get("limit_s") if event.phase == "wedged" else None
-        silent_s = limit_s if isinstance(limit_s, int | float) else 0.0
+        silent_s = (number(event, "limit_s") or 0.0) if event.phase == "wedged" else 0.0
         cause = first_line(event.cause)
         outage = self._begin(name, cause, event.mono_s - max(0.0, silent_s))
         self._noticed(outage, cause, event.mono_s)
@@ -268,7 +184,7 @@ class Outages:
                 outage.cause = f"{outage.cause}; {cause}"
 
     def _exit(self, event: Event) -> None:
-        name = str(event.data.get("subject", event.name))
+        name = subject_of(event)
         subject = self._subjects.get(name)
         if event.phase != "fault" or role_of(name) is None:
             return
@@ -285,7 +201,7 @@ class Outages:
 
     def _restart(self, event: Event) -> None:
         """A group that begins again in its processes; other restarts follow an exit."""
-        name = str(event.data.get("subject", event.name))
+        name = subject_of(event)
         if event.phase != "in_process" or role_of(name) is None:
             return
         cause = first_line(event.cause)
@@ -295,7 +211,7 @@ class Outages:
         self._subject(name).respawned = True
 
     def _spawn(self, event: Event) -> None:
-        name = str(event.data.get("subject", event.name))
+        name = subject_of(event)
         if role_of(name) is None or event.phase == "adopted":
             return
         subject = self._subject(name)
@@ -315,7 +231,7 @@ class Outages:
                 subject.outage.replaced_s = event.mono_s
 
     def _ready(self, event: Event) -> None:
-        name = str(event.data.get("subject", event.name))
+        name = subject_of(event)
         outage = self._subject(name).outage if role_of(name) is not None else None
         if outage is None or name in self._place.values():
             return
@@ -345,11 +261,12 @@ class Outages:
 
     def _serves(self, name: str, at_s: float) -> None:
         place = self._place.pop(name, name)
+        self._samples.serves(name)
         if place != name:
             self._subject(place).version = self._subject(name).version
         subject = self._subject(place)
         dark = subject.outage is not None and subject.outage.injected in LASTING | {"kill"}
-        if place != name or subject.respawned or subject.lifted or not dark:
+        if place != name or subject.respawned or subject.lifted_s is not None or not dark:
             self._done(place, at_s)
         self._done("serving", at_s)
 
@@ -364,6 +281,8 @@ class Outages:
         if subject.pid is not None and event.pid != subject.pid:
             self._another(name, subject, event)
         subject.pid, subject.last_s = event.pid, event.mono_s
+        if event.kind is Kind.PHASE:
+            subject.computes = event.step if event.phase in COMPUTES else None
         if subject.outage is not None:
             if name == "rollout":
                 self._rollout(subject, subject.outage, event)
@@ -379,20 +298,23 @@ class Outages:
         assert subject.outage is not None
         self._noticed(subject.outage, "another process took its place", event.mono_s)
         subject.respawned = True
+        if subject.outage.replaced_s is None:
+            subject.outage.replaced_s = event.mono_s
 
     def _trainer(self, subject: _Subject, outage: Outage, event: Event) -> None:
         new = subject.respawned
         if event.kind is Kind.PHASE and new and outage.replaced_s is None:
             outage.replaced_s = event.mono_s
-        if event.kind in (Kind.HEAL, Kind.QUORUM) and new:
+        if event.kind in (Kind.HEAL, Kind.QUORUM) and outage.detected_s is not None:
             outage.connected_s = event.mono_s
-        over = new or subject.lifted or outage.injected not in LASTING | {"kill"}
-        noticed = outage.injected is not None or outage.detected_s is not None
-        if event.kind is Kind.PHASE and event.phase == "report" and over and noticed:
+        if event.kind is Kind.REFUSE:
+            self._noticed(outage, first_line(event.cause), event.mono_s)
+        stays = outage.detected_s is not None and outage.injected not in LASTING | {"kill"}
+        if event.phase == "report" and (new or subject.lifted_s is not None or stays):
             self._done(event.name, event.mono_s)
 
     def _rollout(self, subject: _Subject, outage: Outage, event: Event) -> None:
         new = subject.respawned and outage.replaced_s is not None and event.kind is not Kind.READY
         works = event.kind is not Kind.PHASE or event.phase in ROLLOUT_WORKS
-        if works and (new or subject.lifted):
+        if works and (new or subject.lifted_s is not None):
             self._done("rollout", event.mono_s)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_rl_ft.observability.outages import Outage
 from torchtitan_rl_ft.observability.slots import AT_WORK, Rollout, Slot, Slots
 from torchtitan_rl_ft.observability.tracks import Segment, Track, newest, overlay, union
+
+WORKS_ON = frozenset({"slow", "fail", "fill"})
+"""Injected faults under which a process may get something done."""
 
 CAUSES = ("detect", "restart", "reconnect", "redo", "wait")
 
@@ -64,7 +68,12 @@ def entries_of(
         _lapses(o for o in outages if o.role == role)
         for role in ("trainer", "rollout", "serving", "lighthouse")
     ]
-    work = {s.name: _work(s, slots, end_s) for s in all_}
+    unseen = union(
+        Segment(o.began_s, o.until_s)
+        for o in outages
+        if o.role in ("rollout", "serving") and o.injected not in WORKS_ON
+    )
+    work = {s.name: _work(s, slots, end_s, unseen) for s in all_}
     progress = union(seg for done in work.values() for seg in done.running)
     shared = [_lapses(outages), *of_role, progress]
     startup = [Segment(start_s, begin_s)] if begin_s > start_s else []
@@ -108,31 +117,38 @@ class _Work:
     running: list[Segment]  # work that may come to something, or has
 
 
-def _work(slot: Slot, slots: Slots, end_s: float) -> _Work:
+def _work(slot: Slot, slots: Slots, end_s: float, unseen: Track) -> _Work:
+    """`unseen`: when nobody could have told that a prompt group is done."""
     if slot.role == "trainer":
         spans = [(Segment(a.start_s, min(a.end_s, end_s)), a) for a in slot.attempts]
         useful = union(s for s, a in spans if a.kept)
         lost = union(s for s, a in spans if not a.kept and a.end_s <= end_s)
         return _Work(useful, lost, useful)
     at_work = [s for s in slot.shown(end_s) if s.value in AT_WORK]
-    kept = _within(at_work, _of_engine((r for r in slots.rollouts if r.kept), slot))
-    lost = _within(at_work, _of_engine(slots.lost, slot))
-    running = _within(at_work, _of_engine([*slots.rollouts, *slots.lost], slot))
-    return _Work(kept, lost, running)
 
+    def done(rollouts: Iterable[Rollout]) -> list[Segment]:
+        of_slot = [r for r in rollouts if not r.engines or slot.name in r.engines]
+        known = union(Segment(r.start_s, r.end_s) for r in of_slot if r.engines)
+        guessed = union(Segment(r.start_s, r.end_s) for r in of_slot if not r.engines)
+        return _within(at_work, union([*known, *_without(guessed, unseen)]))
 
-def _of_engine(rollouts: Iterable[Rollout], slot: Slot) -> list[Segment]:
-    """When the engine may have worked on them."""
-    return union(
-        Segment(r.start_s, r.end_s) for r in rollouts if not r.engines or slot.name in r.engines
-    )
+    kept = done(r for r in slots.rollouts if r.kept)
+    return _Work(kept, done(slots.lost), done([*slots.rollouts, *slots.lost]))
 
 
 def _within(outer: Track, inner: Track) -> list[Segment]:
-    if not outer or not inner:
+    return _pick(outer, inner, lambda a, b: a is not None and b is not None)
+
+
+def _without(outer: Track, holes: Track) -> list[Segment]:
+    return _pick(outer, holes, lambda a, b: a is not None and b is None)
+
+
+def _pick(outer: Track, other: Track, wanted: Callable[[Any, Any], bool]) -> list[Segment]:
+    if not outer:
         return []
-    parts = overlay(outer[0].start_s, outer[-1].end_s, [outer, inner])
-    return [Segment(p.start_s, p.end_s) for p in parts if None not in p.values]
+    parts = overlay(outer[0].start_s, outer[-1].end_s, [outer, other])
+    return [Segment(p.start_s, p.end_s) for p in parts if wanted(*p.values)]
 
 
 def _judge(slot: Slot, seen: _Seen, start_s: float, end_s: float) -> Entry:
@@ -145,7 +161,7 @@ def _judge(slot: Slot, seen: _Seen, start_s: float, end_s: float) -> Entry:
     own = seen.own
     if seen.startup:
         return entry(False, False, slot.role, "wait")
-    if own is not None and own.outage.injected != "slow" and own.phase != "redo":
+    if own is not None and own.outage.injected not in WORKS_ON and own.phase != "redo":
         return charged(own)
     if (peer := _held_up_by(slot, seen)) is not None:
         return charged(peer)
@@ -163,13 +179,19 @@ def _judge(slot: Slot, seen: _Seen, start_s: float, end_s: float) -> Entry:
 
 
 def _held_up_by(slot: Slot, seen: _Seen) -> _Lapse | None:
-    """The trainer group for which this one waits in the middle of a step: the loss of a peer is
-    not yet noticed."""
-    peer = seen.trainer
-    waits = slot.role == "trainer" and seen.phase in ("reduce", "commit")
-    if peer is None or not waits or peer.outage.name == slot.name:
+    """The outage for which a trainer group waits in the middle of its work: of a peer whose loss
+    is not yet noticed, or of a role that does not answer."""
+    if slot.role != "trainer":
         return None
-    return peer if peer.phase == "detect" and peer.outage.injected != "slow" else None
+    lapse = None
+    if seen.phase in ("reduce", "commit") and seen.trainer is not None:
+        lapse = seen.trainer if seen.trainer.phase == "detect" else None
+    elif seen.phase in ("report", "checkpoint"):
+        lapse = seen.rollout
+    elif seen.phase == "publish":
+        lapse = seen.serving or seen.rollout
+    own = lapse is not None and lapse.outage.name == slot.name
+    return None if lapse is None or own or lapse.outage.injected in WORKS_ON else lapse
 
 
 def _needed(slot: Slot, seen: _Seen) -> _Lapse | None:

@@ -8,7 +8,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from torchtitan_rl_ft.observability.event_data import dropped, issued, number, whole, wholes, words
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
 from torchtitan_rl_ft.observability.outages import OF_A_RANK, role_of
@@ -44,13 +46,13 @@ class Attempt:
 
 @dataclass
 class Rollout:
-    """What engines did for one prompt group."""
+    """What engines did for one prompt group, or one engine for one of its samples."""
 
     group: int
     start_s: float
     end_s: float
     engines: tuple[str, ...] = ()  # empty: unknown, all that were at work
-    batch: int | None = None
+    empty: bool = False  # nothing came of it
     kept: bool = False  # its samples are in a batch that is committed
 
 
@@ -114,7 +116,7 @@ class Slots:
         self.committed_s: list[float] = []  # all, superseded ones too
         self._start_s: float | None = None
         self._ranks: dict[str, float] = {}
-        self._accepted: dict[int, Rollout] = {}  # in no batch yet
+        self._accepted: dict[int, list[Rollout]] = {}  # in no batch yet
         self._pending: dict[int, float] = {}  # issued, not accepted
         self._batches: dict[int, list[Rollout]] = {}  # sealed, by step
         self._moved: dict[int, list[tuple[str, float, int]]] = defaultdict(list)
@@ -232,30 +234,28 @@ class Slots:
             self._ranks = {k: float(v) for k, v in ranks.items() if isinstance(v, int | float)}
 
     def _issue(self, event: Event) -> None:
-        first, last = event.data.get("first"), event.data.get("last")
-        if isinstance(first, int) and isinstance(last, int):
-            for group in range(first, last + 1):
-                self._pending[group] = event.mono_s
+        for group in issued(event):
+            self._pending[group] = event.mono_s
 
     def _accept(self, event: Event) -> None:
-        group = event.data.get("group")
-        if not isinstance(group, int):
+        if (group := whole(event, "group")) is None:
             return
         issued_s = self._pending.pop(group, event.mono_s)
-        took_s = event.data.get("took_s")
-        start_s = event.mono_s - took_s if isinstance(took_s, int | float) else issued_s
-        engines = tuple(str(e) for e in event.data.get("engines", ()))
-        for engine, moved_s, tokens in self._moved.pop(group, []):
-            leg = Rollout(group, min(start_s, moved_s), moved_s, (engine,))
-            if not tokens:
-                self.lost.append(leg)
-        rollout = Rollout(group, min(start_s, event.mono_s), event.mono_s, engines)
-        self.rollouts.append(rollout)
-        self._accepted[group] = rollout
+        took_s = number(event, "took_s")
+        start_s = issued_s if took_s is None else event.mono_s - took_s
+        moved = self._moved.pop(group, [])
+        legs = _legs(group, event.data.get("trace"))
+        if not legs:
+            legs = [Rollout(group, min(start_s, event.mono_s), event.mono_s)]
+            for engine, moved_s, tokens in moved:
+                if not tokens:
+                    self.lost.append(Rollout(group, min(start_s, moved_s), moved_s, (engine,)))
+        self.lost += [leg for leg in legs if leg.empty]
+        self._accepted[group] = [leg for leg in legs if not leg.empty]
+        self.rollouts += self._accepted[group]
 
     def _drop(self, event: Event) -> None:
-        groups = event.data.get("groups") or [event.data.get("group")]
-        for group in groups:
+        for group in dropped(event):
             issued_s = self._pending.pop(group, None)
             if issued_s is not None:
                 self.lost.append(Rollout(group, issued_s, event.mono_s))
@@ -264,7 +264,7 @@ class Slots:
     def _move(self, event: Event) -> None:
         found = _REQUEST.match(str(event.data.get("request", "")))
         if found is not None:
-            tokens = event.data.get("tokens", 0)
+            tokens = whole(event, "tokens") or 0
             engine = str(event.data.get("subject", ""))
             self._moved[int(found[1])].append((engine, event.mono_s, tokens))
 
@@ -275,9 +275,8 @@ class Slots:
         self._pending = dict.fromkeys(self._pending, at_s)
 
     def _seal(self, event: Event) -> None:
-        named = event.data.get("groups")
-        groups = named if isinstance(named, list) else list(self._accepted)
-        found = [self._accepted.pop(g) for g in groups if g in self._accepted]
+        groups = wholes(event, "groups") or list(self._accepted)
+        found = [leg for g in groups for leg in self._accepted.pop(g, [])]
         if event.step is not None:
             self._batches[event.step] = found
 
@@ -286,13 +285,12 @@ class Slots:
             return
         self.commits.append((event.mono_s, event.step))
         self.committed_s.append(event.mono_s)
-        shares = event.data.get("shares") or []
-        self._shares[event.step] = {str(share[0]) for share in shares if share}
+        self._shares[event.step] = set(words(event, "shares"))
         for rollout in self._batches.pop(event.step, []):
             rollout.kept = True
 
     def _supersede(self, event: Event) -> None:
-        to_step = event.data.get("to_step", 0)
+        to_step = whole(event, "to_step") or 0
         self.commits = [c for c in self.commits if c[1] <= to_step]
         for slot in self.slots.values():
             for attempt in slot.attempts:
@@ -314,3 +312,23 @@ def slots_of(events: Iterable[Event]) -> Slots:
         found.add(event)
     found.settle()
     return found
+
+
+def _legs(group: int, told: Any) -> list[Rollout]:
+    """Of the times that ACCEPT brings with `observability.trace_samples`; none where it does not,
+    or they cannot be read."""
+    try:
+        asked_s = told["started_s"] + told["at_ms"][0] / 1e3
+        return [
+            Rollout(
+                group,
+                asked_s + max(0.0, sent_ms) / 1e3,
+                asked_s + max(sent_ms, end_ms) / 1e3,
+                (str(engine),),
+                empty=not tokens,
+            )
+            for sample in told["legs"]
+            for engine, sent_ms, _, end_ms, tokens, *_ in sample
+        ]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return []

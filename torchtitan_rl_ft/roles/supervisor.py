@@ -18,6 +18,7 @@ from rich.console import Console
 
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.groups import engine_groups
+from torchtitan_rl_ft.config.placement import slot_ranks
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
@@ -75,7 +76,8 @@ def run_job(
         process.adopt_orphans()
         folder.register(NAME, "", attempt)
         phase = "start" if start is start_state.Start.FRESH else start.value
-        events.emit(Kind.RUN, phase=phase, roles=[s.name for s in specs])
+        ranks = slot_ranks(resolved.sections.fault_tolerance, resolved.sections.rollout)
+        events.emit(Kind.RUN, phase=phase, roles=[s.name for s in specs], ranks=ranks)
         outcome = asyncio.run(_supervise(resolved, specs, session, events))
         try:
             events.emit(Kind.RUN, phase="end", cause=outcome.cause, exit_code=outcome.exit_code)

@@ -351,7 +351,8 @@ class RolloutLoop:
             group_id, result.arrays, result.min_version, result.max_version
         )
         self._starvation.accepted()
-        told: dict[str, Any] = {"group": group_id, "trace": result.trace}
+        took_s = round(self._mono_s() - self._started_mono_s[group_id], 3)
+        told: dict[str, Any] = {"group": group_id, "took_s": took_s, "trace": result.trace}
         if result.trace is None:
             del told["trace"]
         self._events.emit(Kind.ACCEPT, version=result.min_version, **told)

@@ -1,0 +1,47 @@
+"""Values of an event's `data`, which another version may have written."""
+
+from __future__ import annotations
+
+import math
+
+from torchtitan_rl_ft.observability.events import Event
+
+
+def number(event: Event, key: str) -> float | None:
+    value = event.data.get(key)
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
+
+
+def whole(event: Event, key: str) -> int | None:
+    value = event.data.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def wholes(event: Event, key: str) -> list[int]:
+    """Of a list; [] where there is none."""
+    values = event.data.get(key)
+    return [v for v in values if isinstance(v, int)] if isinstance(values, list) else []
+
+
+def words(event: Event, key: str) -> list[str]:
+    """The first words of the rows of a table, like the names in the shares of a commit."""
+    rows = event.data.get(key)
+    return [str(r[0]) for r in rows if isinstance(r, list) and r] if isinstance(rows, list) else []
+
+
+def issued(event: Event) -> range:
+    """The prompt groups of an ISSUE."""
+    first, last = whole(event, "first"), whole(event, "last")
+    return range(first, last + 1) if first is not None and last is not None else range(0)
+
+
+def dropped(event: Event) -> list[int]:
+    """The prompt groups of a DROP."""
+    one = whole(event, "group")
+    return wholes(event, "groups") if one is None else [one]
+
+
+def subject(event: Event) -> str:
+    """Whom it is about: by default who tells it."""
+    return str(event.data.get("subject") or event.name)
