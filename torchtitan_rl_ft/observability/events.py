@@ -37,7 +37,7 @@ class Kind(StrEnum):
     PHASE = "phase"  # a role entered a phase; phase, step
     ISSUE = "issue"  # prompts were drawn from the data source; data: groups
     PARTIAL = "partial"  # phase: resume, discard; unfinished samples; cause; data: group, tokens
-    ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group, trace
+    ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group, took_s, trace
     DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
     SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens, groups
     QUORUM = "quorum"  # data: quorum_id, participants, rank, members
