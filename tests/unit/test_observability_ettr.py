@@ -5,7 +5,8 @@ import math
 import pytest
 
 from tests.unit.run_events import Log
-from torchtitan_rl_ft.observability.ettr import CAUSES, measure, samples
+from torchtitan_rl_ft.observability.ettr import CAUSES, Accounts, measure, samples
+from torchtitan_rl_ft.observability.events import Kind
 
 
 def lost(figure):
@@ -139,6 +140,34 @@ def test_windows_see_only_their_own_time():
     assert found[-1].strict == pytest.approx(measure(log.events).strict.ratio)
     assert found[-1].strict_window == pytest.approx(0.5)
     assert min(s.paper_window for s in found[2:]) < 1.0
+
+
+def test_a_follower_that_forgets_comes_to_the_same():
+    log = job(groups=2, engines=2)
+    for i in range(30):
+        calm(log, 3)
+        if i % 4 == 1:
+            log.rollout(2.0)
+            log.kill_trainer(i % 2, after_s=0.5, restart_s=4.0, reconnect_s=2.0)
+            log.train(3.0)
+    accounts = Accounts()
+    for event in log.events:
+        accounts.add(event)
+        if event.kind is Kind.COMMIT:
+            accounts.compact(keep_s=60.0)
+    kept = sum(len(s.phases) + len(s.attempts) for s in accounts.slots.slots.values())
+    assert kept < 400
+    found, expected = accounts.settled(), measure(log.events)
+    ettr = found.ettr()
+    for kind in ("strict", "paper"):
+        one, other = getattr(ettr, kind), getattr(expected, kind)
+        assert one.ratio == pytest.approx(other.ratio)
+        assert one.after_startup == pytest.approx(other.after_startup)
+        assert one.fault_free == pytest.approx(other.fault_free)
+        assert lost(one) == {r: pytest.approx(c, rel=1e-5) for r, c in lost(other).items()}
+    assert (ettr.step_s, ettr.steps, ettr.wall_s) == (expected.step_s, 30 * 3 + 8, expected.wall_s)
+    window, whole = found.samples(50.0, 50.0)[-1], samples(log.events, 50.0, 50.0)[-1]
+    assert window.strict_window == pytest.approx(whole.strict_window)
 
 
 @pytest.mark.parametrize(("window_s", "every_s"), [(0.0, 1.0), (1.0, 0.0), (1.0, -1.0)])

@@ -107,6 +107,7 @@ class Accounts:
 
     def __init__(self) -> None:
         self.slots, self._outages = Slots(), Outages()
+        self._past = Past()
         self._disturbed_s: list[float] = []
         self._work_s: float | None = None  # the first prompts went out, or the first step began
         self._start_s: float | None = None
@@ -126,7 +127,7 @@ class Accounts:
 
     def settled(self) -> Settled:
         """Needs a commit."""
-        outages = self._outages.all()
+        past, outages = self._past, self._outages.all()
         ends_s = self.slots.committed_s
         start_s = self._start_s or 0.0
         work_s = start_s if self._work_s is None else self._work_s
@@ -134,6 +135,7 @@ class Accounts:
         # A fault that came after the last commit counts until it is over.
         after_s = [o.until_s for o in outages if o.until_s > ends_s[-1]]
         end_s = min(max([ends_s[-1], *after_s]), self._last_s)
+        since_s = start_s if past.until_s is None else past.until_s
         bad = [Segment(o.began_s, max(o.until_s, o.began_s + _MOMENT_S)) for o in outages]
         bad += [Segment(t, t + _MOMENT_S) for t in self._disturbed_s]
         return Settled(
@@ -141,11 +143,65 @@ class Accounts:
             begin_s=begin_s,
             end_s=end_s,
             steps=len({step for _, step in self.slots.commits}),
-            calm=_calm([begin_s, *ends_s], union(bad)),
-            entries=entries_of(self.slots, outages, start_s, begin_s, end_s),
+            calm=_calm([begin_s, *ends_s][past.commits :], union(bad)),
+            entries=entries_of(self.slots, outages, since_s, begin_s, end_s),
             outages=outages,
             weights={s.name: s.weight for s in self.slots.slots.values()},
+            past=past,
         )
+
+    def compact(self, keep_s: float) -> None:
+        """Sum up what is older than `keep_s`, and forget it. What follows costs no more however
+        long the run gets, and a rewind no longer changes what it was."""
+        ends_s = self.slots.committed_s
+        count = bisect.bisect_right(ends_s, self._last_s - keep_s)
+        if count <= self._past.commits:
+            return
+        settled, until_s = self.settled(), ends_s[count - 1]
+        self._past = self._past.with_more(settled, until_s, count)
+        self._disturbed_s = [t for t in self._disturbed_s if t > until_s]
+        self.slots.forget(until_s)
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was summed up."""
+
+    until_s: float | None = None  # None: nothing
+    commits: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    calm_s: list[float] = field(default_factory=list)  # how long the undisturbed steps took
+    calm_slot_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # all, strict, paper
+
+    def with_more(self, settled: Settled, until_s: float, commits: int) -> Past:
+        since_s = settled.start_s if self.until_s is None else self.until_s
+        bounds_s = sorted({since_s, min(max(settled.begin_s, since_s), until_s), until_s})
+        more = [
+            entry
+            for start_s, end_s in itertools.pairwise(bounds_s)
+            for entry in _summed(settled.entries, start_s, end_s)
+        ]
+        calm = [c for c in settled.calm if c[1] <= until_s]
+        slot_s, strict = _Sums(settled.entries, "strict").sums(calm)
+        _, paper = _Sums(settled.entries, "paper").sums(calm)
+        a, b, c = self.calm_slot_s
+        return Past(
+            until_s,
+            commits,
+            self.entries + more,
+            self.calm_s + [end_s - start_s for start_s, end_s in calm],
+            (a + slot_s, b + strict, c + paper),
+        )
+
+
+def _summed(entries: Iterable[Entry], start_s: float, end_s: float) -> list[Entry]:
+    """An entry for each thing that became of the time between."""
+    slot_s: dict[tuple[bool, bool, str, str], float] = defaultdict(float)
+    for e in entries:
+        inside_s = min(e.end_s, end_s) - max(e.start_s, start_s)
+        if inside_s > 0:
+            slot_s[(e.strict, e.paper, e.role, e.cause)] += e.weight * inside_s
+    return [Entry(start_s, end_s, s / (end_s - start_s), *what) for what, s in slot_s.items()]
 
 
 @dataclass(frozen=True)
@@ -160,43 +216,58 @@ class Settled:
     entries: list[Entry]
     outages: list[Outage]
     weights: dict[str, float]
+    past: Past
+
+    @property
+    def all_entries(self) -> list[Entry]:
+        return self.past.entries + self.entries
+
+    @property
+    def calm_s(self) -> list[float]:
+        return self.past.calm_s + [b - a for a, b in self.calm]
 
     def ettr(self) -> Ettr:
         return Ettr(
             wall_s=self.end_s - self.start_s,
             startup_s=self.begin_s - self.start_s,
-            step_s=statistics.median(b - a for a, b in self.calm) if self.calm else None,
+            step_s=statistics.median(self.calm_s) if self.calm_s else None,
             steps=self.steps,
             slots=self.weights,
-            slot_s=math.fsum(e.slot_s for e in self.entries),
+            slot_s=math.fsum(e.slot_s for e in self.all_entries),
             strict=self._figure("strict"),
             paper=self._figure("paper"),
             outages=self.outages,
         )
 
     def _figure(self, kind: str) -> Figure:
-        sums = _Sums(self.entries, kind)
+        entries = self.all_entries
+        sums = _Sums(entries, kind)
         lost_s: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
-        for entry in self.entries:
+        for entry in entries:
             if not getattr(entry, kind):
                 lost_s[entry.role][entry.cause] += entry.slot_s
         return Figure(
             ratio=sums.ratio([(self.start_s, self.end_s)]),
             after_startup=sums.ratio([(self.begin_s, self.end_s)]),
-            fault_free=self._fault_free(sums),
+            fault_free=self._fault_free(sums, kind),
             lost_s={role: lost_s[role] for role in sorted(lost_s)},
         )
 
-    def _fault_free(self, sums: _Sums) -> float | None:
+    def _fault_free(self, sums: _Sums, kind: str) -> float | None:
         """Start-up, and as many steps as there are, each like the mean undisturbed one."""
-        if not self.calm:
+        if not self.calm_s:
             return None
-        steps_s = self.steps * statistics.fmean(b - a for a, b in self.calm)
+        all_slot_s, *counted = self.past.calm_slot_s
+        slot_s, counted_s = sums.sums(self.calm)
+        slot_s, counted_s = slot_s + all_slot_s, counted_s + counted[kind == "paper"]
+        steps_s = self.steps * statistics.fmean(self.calm_s)
         total_s = self.begin_s - self.start_s + steps_s
-        return sums.ratio(self.calm) * steps_s / total_s if total_s > 0 else None
+        if total_s <= 0:
+            return None
+        return min(1.0, counted_s / slot_s) * steps_s / total_s if slot_s > 0 else 0.0
 
     def samples(self, window_s: float, every_s: float) -> list[EttrSample]:
-        strict, paper = _Sums(self.entries, "strict"), _Sums(self.entries, "paper")
+        strict, paper = _Sums(self.all_entries, "strict"), _Sums(self.all_entries, "paper")
         count = math.ceil((self.end_s - self.start_s) / every_s - 1e-9)
         found = []
         for i in range(1, count + 1):
@@ -248,11 +319,16 @@ class _Sums:
 
     def ratio(self, intervals: Iterable[tuple[float, float]]) -> float:
         """Counted over all slot-seconds, 0 when there are none."""
+        total, counted = self.sums(intervals)
+        return min(1.0, max(0.0, counted / total)) if total > 0 else 0.0
+
+    def sums(self, intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        """All slot-seconds, and those that count."""
         total = counted = 0.0
         for since_s, until_s in intervals:
             (a, b), (c, d) = self._until(since_s), self._until(until_s)
             total, counted = total + c - a, counted + d - b
-        return min(1.0, max(0.0, counted / total)) if total > 0 else 0.0
+        return total, counted
 
     def _until(self, at_s: float) -> list[float]:
         i = bisect.bisect_right(self._at_s, at_s) - 1

@@ -297,6 +297,15 @@ class Slots:
                 if attempt.step > to_step:
                     attempt.voted = False
 
+    def forget(self, until_s: float) -> None:
+        """What was over by then; the commits stay."""
+        self.rollouts = [r for r in self.rollouts if r.end_s > until_s]
+        self.lost = [r for r in self.lost if r.end_s > until_s]
+        for slot in self.slots.values():
+            slot.phases = [p for p in slot.phases if p.end_s > until_s]
+            slot.away = [a for a in slot.away if a.end_s > until_s]
+            slot.attempts = [a for a in slot.attempts if a.end_s > until_s]
+
     def settle(self) -> None:
         """Mark the attempts whose step is in the history."""
         steps = {step for _, step in self.commits}
