@@ -14,10 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ettr_by_hand import strict_by_hand
 from job_run import Job
 
 from torchtitan_rl_ft.chaos import faults
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.observability.ettr import measure
+from torchtitan_rl_ft.observability.ettr_text import ettr_rows
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import ProcessId
 
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
 ENGINES = ("engine-0", "engine-1")
+STILL = ("rollout", "serving")  # while these are gone, all others stand still
 GROUPS_PER_STEP = 4  # as in rl_ft_debug.toml
 CHECKPOINT_INTERVAL = 10
 LONG = (
@@ -120,6 +124,21 @@ def check_history(job: Job, *, may_drop: str | None = None) -> None:
     assert [c.step for c in found.history] == list(range(1, len(found.history) + 1))
 
 
+def check_record(job: Job, victim: str, killed_mono_s: float) -> None:
+    """One record, of the victim, and its phases are the outage."""
+    outages = [o for o in measure(job.events()).outages if o.until_s > killed_mono_s]
+    (found,) = [o for o in outages if o.name == victim]
+    # A role that asks another one in that moment may find it gone.
+    assert {o.name for o in outages} - {victim} <= (set(ENGINES) if victim == "serving" else set())
+    assert found.began_s >= killed_mono_s and "SIGKILL" in found.cause
+    assert found.began_s <= found.detected_s <= found.replaced_s <= found.done_s
+    assert min(found.phase_s.values()) >= 0.0
+    assert sum(found.phase_s.values()) == pytest.approx(found.done_s - found.began_s)
+    assert found.version_before is not None and found.version_after >= found.version_before
+    assert found.samples_lost == 0
+    print(found.line())
+
+
 def lives(job: Job) -> dict[str, ProcessId]:
     return {name: job.process_of(name) for name in (*ROLES, *ENGINES)}
 
@@ -129,6 +148,7 @@ def changed(job: Job, before: dict[str, ProcessId]) -> set[str]:
 
 
 @pytest.mark.row("M1")
+@pytest.mark.row("K1")
 @pytest.mark.parametrize(
     ("victim", "restarted", "longest_stall_s"),
     [
@@ -153,9 +173,29 @@ def test_killed_role_is_restarted_alone(job, victim, restarted, longest_stall_s)
     go_on(job)
     assert changed(job, before) == restarted
     check_history(job)
+    check_record(job, victim, killed_mono_s)
     stall = stall_s(job, killed_mono_s)
     print(f"{victim} killed: no commit for {stall:.1f} s")
     assert stall < longest_stall_s
+
+
+@pytest.mark.row("K1")
+def test_ettr_of_a_job_with_faults_is_what_a_count_by_hand_says(job):
+    """After the kill of a trainer and of an engine."""
+    events = job.events()
+    gone = [e for e in events if e.kind is Kind.EXIT and e.data.get("subject") in STILL]
+    until_s = min([e.mono_s for e in gone], default=float("inf"))
+    events = [e for e in events if e.mono_s < until_s]
+    found = measure(events)
+    killed = {o.name for o in found.outages if o.done_s is not None}
+    if not {"trainer-1", "engine-0"} <= killed:
+        pytest.skip("this job was started after those kills")
+    end_s = events[0].mono_s + found.wall_s
+    assert found.strict.ratio == pytest.approx(strict_by_hand(events, end_s), rel=0.01)
+    for figure in (found.strict, found.paper):
+        lost_s = sum(s for causes in figure.lost_s.values() for s in causes.values())
+        assert lost_s == pytest.approx((1 - figure.ratio) * found.slot_s)
+    print("\n".join(f"{name:<11}{text}" for name, text in ettr_rows(found)))
 
 
 def test_stopped_trainer_comes_back(job):

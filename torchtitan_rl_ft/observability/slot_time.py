@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from torchtitan_rl_ft.observability.outages import Outage
 from torchtitan_rl_ft.observability.slots import AT_WORK, Rollout, Slot, Slots
 from torchtitan_rl_ft.observability.tracks import Segment, Track, newest, overlay, union
+
+ENOUGH_PAUSES = 20
+"""To tell from these alone how long a pause usually is."""
 
 WORKS_ON = frozenset({"slow", "fail", "fill"})
 """Injected faults under which a process may get something done."""
@@ -56,13 +60,24 @@ class _Seen:
     rollout: _Lapse | None
     serving: _Lapse | None
     lighthouse: _Lapse | None
-    progress: bool | None  # somebody works
+    stalled: bool | None  # for longer than usual nobody works
+
+
+@dataclass(frozen=True)
+class Bounds:
+    since_s: float  # of what is asked for
+    begin_s: float  # end of the start-up
+    end_s: float
+    calm: Sequence[tuple[float, float]]  # undisturbed steps
+    pause_s: float | None = None  # longest usual pause of earlier undisturbed steps, if known
 
 
 def entries_of(
-    slots: Slots, outages: Sequence[Outage], start_s: float, begin_s: float, end_s: float
-) -> list[Entry]:
+    slots: Slots, outages: Sequence[Outage], bounds: Bounds
+) -> tuple[list[Entry], float | None]:
+    """What became of the time of all slots, and the longest usual pause."""
     slots.settle()
+    start_s, begin_s, end_s = bounds.since_s, bounds.begin_s, bounds.end_s
     all_ = list(slots.slots.values())
     of_role = [
         _lapses(o for o in outages if o.role == role)
@@ -75,7 +90,9 @@ def entries_of(
     )
     work = {s.name: _work(s, slots, end_s, unseen) for s in all_}
     progress = union(seg for done in work.values() for seg in done.running)
-    shared = [_lapses(outages), *of_role, progress]
+    pause_s = _usual_pause_s(progress, bounds)
+    stalls = _pauses(progress, begin_s, end_s, longer_than_s=pause_s or 0.0)
+    shared = [_lapses(outages), *of_role, stalls]
     startup = [Segment(start_s, begin_s)] if begin_s > start_s else []
     found = []
     for slot in all_:
@@ -88,7 +105,34 @@ def entries_of(
             seen = _Seen(*part.values)
             if not seen.absent:
                 found.append(_judge(slot, seen, part.start_s, part.end_s))
-    return found
+    return found, pause_s
+
+
+def _pauses(
+    progress: Track, since_s: float, until_s: float, longer_than_s: float = 0.0
+) -> list[Segment]:
+    """When nobody works."""
+    edges = [since_s, *(t for s in progress for t in s[:2]), until_s]
+    gaps = (
+        Segment(max(a, since_s), min(b, until_s))
+        for a, b in zip(edges[::2], edges[1::2], strict=True)
+    )
+    return [g for g in gaps if g.end_s - g.start_s > longer_than_s]
+
+
+def _usual_pause_s(progress: Track, bounds: Bounds) -> float | None:
+    """Of 100 pauses in undisturbed steps 95 are no longer: one stage ends and the next begins. A
+    longer one is a stall."""
+    lengths_s, i = [], 0
+    calm = union(Segment(a, b) for a, b in bounds.calm)
+    for pause in _pauses(progress, bounds.begin_s, bounds.end_s):
+        while i < len(calm) and calm[i].end_s < pause.end_s:
+            i += 1
+        if i < len(calm) and calm[i].start_s <= pause.start_s:
+            lengths_s.append(pause.end_s - pause.start_s)
+    if len(lengths_s) < ENOUGH_PAUSES and bounds.pause_s is not None:
+        return bounds.pause_s
+    return sorted(lengths_s)[math.ceil(0.95 * len(lengths_s)) - 1] if lengths_s else None
 
 
 def _lapses(outages: Iterable[Outage]) -> list[Segment]:
@@ -196,12 +240,12 @@ def _held_up_by(slot: Slot, seen: _Seen) -> _Lapse | None:
 
 def _needed(slot: Slot, seen: _Seen) -> _Lapse | None:
     """The outage for which an idle slot waits: of what it cannot do without, or of whatever it
-    is while nobody works."""
+    is while the whole job stands still."""
     needs = [seen.rollout]
     if slot.role == "engine":
         needs.append(seen.serving)
     elif seen.phase == "quorum":
         needs += [seen.lighthouse, seen.trainer]
-    if not seen.progress:
+    if seen.stalled:
         needs.append(seen.job)
     return next((o for o in needs if o is not None), None)
