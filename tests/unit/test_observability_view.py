@@ -23,7 +23,8 @@ from torchtitan_rl_ft.observability.reward_curve import (
     sparkline,
     terminal_curve,
 )
-from torchtitan_rl_ft.observability.run_view import RunView
+from torchtitan_rl_ft.observability.run_follower import RunFollower
+from torchtitan_rl_ft.observability.run_state import RunState
 from torchtitan_rl_ft.observability.summary import committed_rows, render, summarise
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -33,7 +34,7 @@ def line(kind, name="supervisor", mono_s=0.0, **fields):
 
 
 def view(*lines):
-    made = RunView(total_steps=8, groups=2, engines=2)
+    made = RunState(total_steps=8, groups=2, engines=2)
     for one in lines:
         made.add_event(one)
     return made
@@ -248,7 +249,7 @@ def test_console_shows_what_the_files_say(tmp_path, terminal, capsys):
     log.emit(Kind.FAULT, cause="in an earlier life")
     folder.metrics.write_text(json.dumps({"step": 1, "reward/mean": 0.1}) + "\n")
     log.emit(Kind.RUN, phase="resume")
-    console = ProgressConsole(folder, RunView(8, 1, 1), rich_console)
+    console = ProgressConsole(RunFollower(folder, RunState(8, 1, 1)), rich_console)
     log.emit(Kind.FAULT, cause="too   hot\nand more")
     log.emit(Kind.COMMIT, step=2)
     with open(folder.metrics, "a") as f:
@@ -272,8 +273,9 @@ def test_step_line_leaves_out_what_is_not_known():
 def test_a_run_without_trainers_shows_its_rollouts(tmp_path, capsys):
     log = EventLog(tmp_path / "events.jsonl", run="r", role="rollout", name="rollout")
     log.emit(Kind.RUN, phase="start")
-    made = RunView(total_steps=2, groups=0, engines=1)
-    console = ProgressConsole(RunFolder(tmp_path), made, Console(file=io.StringIO()))
+    made = RunState(total_steps=2, groups=0, engines=1)
+    follower = RunFollower(RunFolder(tmp_path), made)
+    console = ProgressConsole(follower, Console(file=io.StringIO()))
     console.poll()
     assert capsys.readouterr().out == "engines starting\n"
     log.emit(Kind.TRANSITION, subject="engine-0", new="stale")
@@ -292,7 +294,7 @@ def test_a_run_without_trainers_shows_its_rollouts(tmp_path, capsys):
 
 @pytest.mark.row("J2")
 def test_a_run_without_engines_shows_none():
-    made = RunView(total_steps=2, groups=1, engines=0)
+    made = RunState(total_steps=2, groups=1, engines=0)
     made.add_event(RUN)
     assert made.phase() == "loading the first dump"
     made.add_event(line(Kind.SEAL, step=1))

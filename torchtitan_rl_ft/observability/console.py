@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,17 +15,20 @@ from rich.table import Table
 from rich.text import Text
 
 from torchtitan_rl_ft.observability.events import Kind, first_line
-from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.reward_curve import sparkline
-from torchtitan_rl_ft.observability.run_view import RunView
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.observability.run_follower import RunFollower
+from torchtitan_rl_ft.observability.run_state import RunState
 
 REFRESH_S = 0.25
 PHASE_REPEAT_S = 10.0
 """How often a phase that lasts is printed again when lines are printed."""
 
 
-def step_line(view: RunView) -> str:
+MOST_LINES = 1000
+"""That wait to be shown."""
+
+
+def step_line(view: RunState) -> str:
     """The step that was committed last in one line."""
     parts = [f"step {view.metrics.get('step', view.step)}/{view.total_steps}"]
     for label, key, form in (
@@ -83,7 +87,7 @@ class PlainReporter:
         self._write, self._clock = write, clock
         self._phase, self._phase_since_s, self._said_s = "", 0.0, 0.0
 
-    def update(self, view: RunView, notices: list[str], steps: list[str]) -> None:
+    def update(self, view: RunState, notices: list[str], steps: list[str]) -> None:
         for text in [*notices, *steps]:
             self._write(text)
         if view.under_way:
@@ -109,14 +113,14 @@ class LiveReporter:
         self._live.start()
         self._phase, self._phase_since_s = "", clock()
 
-    def update(self, view: RunView, notices: list[str], steps: list[str]) -> None:
+    def update(self, view: RunState, notices: list[str], steps: list[str]) -> None:
         for text in notices:
             self._console.print(Text(text, style="yellow"))
         if (phase := view.phase()) != self._phase:
             self._phase, self._phase_since_s = phase, self._clock()
         self._live.update(self._panel(view), refresh=True)
 
-    def _panel(self, view: RunView) -> Group:
+    def _panel(self, view: RunState) -> Group:
         now_s = self._clock()
         head = Table.grid(padding=(0, 2))
         unit, done = ("step", view.step) if view.groups else ("rollout", len(view.dumped))
@@ -140,39 +144,39 @@ class ProgressConsole:
 
     def __init__(
         self,
-        folder: RunFolder,
-        view: RunView,
+        follower: RunFollower,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._view = view
-        self._events = JsonlTail(folder.events, may_begin_anew=True)
-        self._metrics = JsonlTail(folder.metrics)
+        self._follower, self._view = follower, follower.state
+        self._notices: deque[str] = deque(maxlen=MOST_LINES)
+        self._steps: deque[str] = deque(maxlen=MOST_LINES)
         self._reporter: PlainReporter | LiveReporter
         if console.is_terminal:
             self._reporter = LiveReporter(console, clock)
         else:
             self._reporter = PlainReporter(lambda text: print(text, flush=True), clock)
-        self._read()  # what earlier lives of the run have left is known, not shown
+        follower.poll()  # what earlier lives of the run have left is known, not shown
+        self._dumped = len(self._view.dumped)
+        follower.listen(self._on_event, self._on_metrics)
 
     def poll(self) -> None:
         """Take in what was written since the last call and show it."""
-        self._reporter.update(self._view, *self._read())
+        self._follower.poll()
+        notices, steps = list(self._notices), list(self._steps)
+        self._notices.clear()
+        self._steps.clear()
+        self._reporter.update(self._view, notices, steps)
 
-    def _read(self) -> tuple[list[str], list[str]]:
-        """The notices and the steps that are new."""
-        notices, steps = [], []
-        for line in self._events.read():
-            known = len(self._view.dumped)  # a restarted role tells of its dumps again
-            self._view.add_event(line)
-            if (text := notice(line)) is not None:
-                notices.append(text)
-            if not self._view.groups and len(self._view.dumped) > known:
-                steps.append(dump_line(line, self._view.total_steps))
-        for row in self._metrics.read():
-            self._view.add_metrics(row)
-            steps.append(step_line(self._view))
-        return notices, steps
+    def _on_event(self, line: Mapping[str, Any]) -> None:
+        if (text := notice(line)) is not None:
+            self._notices.append(text)
+        known, self._dumped = self._dumped, len(self._view.dumped)
+        if not self._view.groups and self._dumped > known:  # a restarted role tells of them again
+            self._steps.append(dump_line(line, self._view.total_steps))
+
+    def _on_metrics(self, row: Mapping[str, Any]) -> None:
+        self._steps.append(step_line(self._view))
 
     async def follow(self) -> None:
         """Poll until cancelled."""

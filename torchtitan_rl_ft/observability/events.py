@@ -219,7 +219,7 @@ def read_events(
         for line in f:
             if not line.endswith(b"\n"):
                 return
-            if (event := as_event(_read_line(line))) is not None:
+            if (event := as_event(read_line(line))) is not None:
                 yield event
             else:
                 on_unread(line)
@@ -246,7 +246,8 @@ def _sound(event: Event) -> bool:
     return sound and math.isfinite(event.mono_s)
 
 
-def _read_line(line: bytes) -> Any:
+def read_line(line: bytes) -> Any:
+    """A line as JSON, or what was appended to a torn one. None for what is neither."""
     for start in (0, max(0, line.rfind(_LINE_START))):
         with contextlib.suppress(ValueError):
             return json.loads(line[start:])

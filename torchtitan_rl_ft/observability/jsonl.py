@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+BLOCK_BYTES = 2**20
 
 
 class JsonlTail:
@@ -19,9 +22,12 @@ class JsonlTail:
         may_begin_anew: bool = False,
         from_end: bool = False,
         offset: int = 0,
+        parse: Callable[[bytes], Any] = json.loads,
     ) -> None:
         """`may_begin_anew`: it may be removed by hand, and is read from the start then. `from_end`:
-        only what is appended from now on. `offset`: only what is beyond so many bytes."""
+        only what is appended from now on. `offset`: only what is beyond so many bytes.
+        `parse`: raises ValueError for a line that it cannot read."""
+        self._parse = parse
         self._path, self._may_begin_anew = path, may_begin_anew
         self._offset = path.stat().st_size if from_end and path.exists() else offset
         self.unreadable = 0  # complete lines that were not JSON objects
@@ -32,27 +38,42 @@ class JsonlTail:
         return self._offset
 
     def read(self) -> list[dict[str, Any]]:
-        try:
-            with open(self._path, "rb") as f:
-                if self._may_begin_anew and os.fstat(f.fileno()).st_size < self._offset:
-                    self._offset = 0
-                f.seek(self._offset)
-                data = f.read()
-        except FileNotFoundError:
-            return []
-        end = data.rfind(b"\n") + 1
-        self._offset += end
-        found = []
-        for line in data[:end].splitlines():
+        return list(self.lines())
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """As `read`, with no more than a block of the file in memory."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as f:
+            if self._may_begin_anew and os.fstat(f.fileno()).st_size < self._offset:
+                self._offset = 0
+            f.seek(self._offset)
+            for block in _whole_lines(f):
+                self._offset += len(block)
+                yield from self._values(block)
+
+    def _values(self, block: bytes) -> Iterator[dict[str, Any]]:
+        for line in block.splitlines():
             try:
-                value = json.loads(line)
+                value = self._parse(line)
             except ValueError:
                 value = None
             if isinstance(value, dict):
-                found.append(value)
+                yield value
             else:
                 self.unreadable += 1
-        return found
+
+
+def _whole_lines(f: BinaryIO) -> Iterator[bytes]:
+    """Blocks of complete lines up to the last one."""
+    rest = b""
+    while data := f.read(BLOCK_BYTES):
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield rest + data[:end]
+            rest = data[end:]
+        else:
+            rest += data
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ BETWEEN_VERSIONS = frozenset({"stale", "installing", "paused"})
 """States of an engine on its way from serving one version to serving the next."""
 
 NOT_UP = frozenset({STARTING, "retired", "ended", "restarting", "lent", "unknown"})
-"""States of an engine, the kernel's and the run's own words among them, in which it is of no use."""
+"""States of an engine in which it is of no use yet, or no more."""
 
 MOST_MEMBERS = 4096
 """Processes that are kept apart; names that never come again must not fill the memory."""

@@ -7,6 +7,7 @@ kept.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -106,7 +107,8 @@ class RunState:
         elif kind in (Kind.QUORUM, Kind.BEGIN):
             self.work_begun = True
         elif kind in (Kind.PUBLISH, Kind.INSTALL) and line.get("version") is not None:
-            self.version, self.version_step = line["version"], line.get("step")
+            if kind is Kind.PUBLISH or self.version is None or line["version"] > self.version:
+                self.version, self.version_step = line["version"], line.get("step")
         elif kind is Kind.CHECKPOINT:
             self.checkpoint_step = line.get("step")
         elif kind in (Kind.COMMIT, Kind.SUPERSEDE):
@@ -118,13 +120,13 @@ class RunState:
             self._tell(line)
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
-        self.metrics = dict(row)
+        self.metrics = {k: v for k, v in row.items() if not _endless(v)}
         step = row.get("step")
         if not isinstance(step, int):
             return
         for name, key in CURVES.items():
             value = row.get(key)
-            if isinstance(value, int | float) and value == value:  # NaN is no point of a curve
+            if isinstance(value, int | float) and math.isfinite(value):
                 self.curves[name].add(step, float(value))
 
     def _run(self, line: Mapping[str, Any], mono_s: float) -> None:
@@ -267,6 +269,11 @@ class RunState:
         found = [e for e in self.events if e["n"] > n]
         first = found[0]["n"] if found else self.last_event + 1
         return {"events": found, "last": self.last_event, "missed": max(0, first - n - 1)}
+
+
+def _endless(value: Any) -> bool:
+    """A number that JSON does not know."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def drop_reason(cause: Any) -> str:

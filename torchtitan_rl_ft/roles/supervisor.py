@@ -17,7 +17,6 @@ from pathlib import Path
 from rich.console import Console
 
 from torchtitan_rl_ft.config import start_state
-from torchtitan_rl_ft.config.groups import engine_groups
 from torchtitan_rl_ft.config.placement import slot_ranks
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
@@ -27,11 +26,11 @@ from torchtitan_rl_ft.observability.console import ProgressConsole
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.observability.reward_curve import save_png
-from torchtitan_rl_ft.observability.run_view import RunView
 from torchtitan_rl_ft.observability.summary import Summary, render
 from torchtitan_rl_ft.roles import exits, job, watcher
+from torchtitan_rl_ft.roles.following import follower_of
 from torchtitan_rl_ft.roles.keeper import RoleKeeper
-from torchtitan_rl_ft.roles.lifecycle import Duty, RestartLimits
+from torchtitan_rl_ft.roles.lifecycle import RestartLimits
 from torchtitan_rl_ft.roles.loans import BorrowedPlaces
 from torchtitan_rl_ft.roles.outcome import Outcome
 from torchtitan_rl_ft.roles.report import SUPERVISOR as NAME
@@ -114,15 +113,10 @@ async def _supervise(
         graceful=exits.graceful_exit(resolved, env[TOKEN_ENV]),
         standbys=Standbys(folder, events, _places(resolved, session, events)),
     )
-    engines = sum(g.engines for g in engine_groups(sections.rollout))
-    view = RunView(
-        total_steps=resolved.get("training.steps"),
-        groups=sum(spec.duty is Duty.WORKER for spec in specs),
-        engines=engines if any(s.name == "serving" for s in specs) else 0,
-    )
+    follower = follower_of(resolved)
     lessons = watcher.Lessons.of(resolved) if recovery.calc_ft_timeouts else None
     watch = watcher.Watcher(folder, events, watcher.job_limits(resolved), lessons=lessons)
-    console = asyncio.create_task(_show(ProgressConsole(folder, view, Console()), events))
+    console = asyncio.create_task(_show(ProgressConsole(follower, Console()), events))
     watching = asyncio.create_task(watch.run())
     try:
         outcome = await keeper.run()

@@ -1,0 +1,45 @@
+"""Keeps the state of a run up with its files, for all who look at it in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan_rl_ft.observability.events import read_line
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.run_state import RunState
+from torchtitan_rl_ft.run_folder import RunFolder
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class RunFollower:
+    """Folds what was appended since the last `poll` into `state`. The first one takes in what
+    earlier lives of the run have left."""
+
+    def __init__(self, folder: RunFolder, state: RunState) -> None:
+        self.folder, self.state = folder, state
+        self.unreadable = 0  # lines that are no events of this version
+        self._events = JsonlTail(folder.events, may_begin_anew=True, parse=read_line)
+        self._metrics = JsonlTail(folder.metrics)
+        self._on_event: list[Listener] = []
+        self._on_metrics: list[Listener] = []
+
+    def listen(self, on_event: Listener, on_metrics: Listener) -> None:
+        """Have each new line told once it is part of the state."""
+        self._on_event.append(on_event)
+        self._on_metrics.append(on_metrics)
+
+    def poll(self) -> None:
+        for line in self._events.lines():
+            try:
+                self.state.add_event(line)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                self.unreadable += 1
+                continue
+            for told in self._on_event:
+                told(line)
+        for row in self._metrics.lines():
+            self.state.add_metrics(row)
+            for told in self._on_metrics:
+                told(row)
