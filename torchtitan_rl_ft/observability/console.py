@@ -168,6 +168,10 @@ class ProgressConsole:
         self._steps.clear()
         self._reporter.update(self._view, notices, steps)
 
+    def say(self, text: str) -> None:
+        """Show a line with the next poll."""
+        self._notices.append(text)
+
     def _on_event(self, line: Mapping[str, Any]) -> None:
         if (text := notice(line)) is not None:
             self._notices.append(text)

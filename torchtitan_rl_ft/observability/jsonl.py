@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -38,10 +39,11 @@ class JsonlTail:
         return self._offset
 
     def read(self) -> list[dict[str, Any]]:
-        return list(self.lines())
+        return list(itertools.chain.from_iterable(self.blocks()))
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """As `read`, with no more than a block of the file in memory."""
+    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+        """As `read`, with no more than a block of the file in memory. Whoever stops between two of
+        them goes on there the next time."""
         if not self._path.exists():
             return
         with open(self._path, "rb") as f:
@@ -50,18 +52,20 @@ class JsonlTail:
             f.seek(self._offset)
             for block in _whole_lines(f):
                 self._offset += len(block)
-                yield from self._values(block)
+                yield self._values(block)
 
-    def _values(self, block: bytes) -> Iterator[dict[str, Any]]:
+    def _values(self, block: bytes) -> list[dict[str, Any]]:
+        found = []
         for line in block.splitlines():
             try:
                 value = self._parse(line)
             except ValueError:
                 value = None
             if isinstance(value, dict):
-                yield value
+                found.append(value)
             else:
                 self.unreadable += 1
+        return found
 
 
 def _whole_lines(f: BinaryIO) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from torchtitan_rl_ft.observability.events import read_line
@@ -31,7 +32,7 @@ class RunFollower:
         self._on_metrics.append(on_metrics)
 
     def poll(self) -> None:
-        for line in self._events.lines():
+        for line in chain.from_iterable(self._events.blocks()):
             try:
                 self.state.add_event(line)
             except (KeyError, TypeError, ValueError, AttributeError):
@@ -39,7 +40,7 @@ class RunFollower:
                 continue
             for told in self._on_event:
                 told(line)
-        for row in self._metrics.lines():
+        for row in chain.from_iterable(self._metrics.blocks()):
             self.state.add_metrics(row)
             for told in self._on_metrics:
                 told(row)

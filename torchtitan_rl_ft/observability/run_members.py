@@ -101,6 +101,13 @@ class Members:
         supervisor.pid = line.get("pid")
         supervisor.enter("up", line.get("mono_s", 0.0))
 
+    def end(self, mono_s: float) -> None:
+        """The supervisor's last word."""
+        for role in self.roles.values():
+            if role.state != "ended":
+                role.enter("ended", mono_s)
+                role.pid = None
+
     def add(self, line: Mapping[str, Any]) -> None:
         kind, mono_s = line.get("kind"), line.get("mono_s", 0.0)
         data = line.get("data", {})
@@ -124,6 +131,8 @@ class Members:
             case Kind.INSTALL:
                 if name in self.engines:
                     self.engines[name].version = line.get("version")
+            case Kind.PROMOTE:
+                self.roles.pop(str(data.get("standby", "")), None)  # it has a group's name now
             case Kind.LEND:
                 self._lend(name, line, mono_s)
             case Kind.QUORUM:
@@ -150,14 +159,13 @@ class Members:
         return self._engine(name) if kind_of(name) == "engine" else self._role(name)
 
     def _spawn(self, name: str, line: Mapping[str, Any], mono_s: float) -> None:
-        member, data = self._member(name), line.get("data", {})
-        member.pid, member.phase, member.step = data.get("pid"), None, None
+        member = self._member(name)
+        member.pid, member.phase, member.step = line.get("data", {}).get("pid"), None, None
         member.version, member.proved = None, False
         member.enter(STARTING, mono_s)
         if line.get("phase") == "promoted":
             member.restarts += 1
             self.restarts[kind_of(name)] += 1
-            self.roles.pop(str(data.get("standby", "")), None)
 
     def _ready(self, name: str, line: Mapping[str, Any], mono_s: float) -> None:
         if kind_of(name) == "engine":
@@ -215,8 +223,8 @@ class Members:
         engine.reason, engine.proved = reason_of(line.get("cause")), False
 
     def _quorum(self, line: Mapping[str, Any], mono_s: float) -> None:
-        data, known = line["data"], self.quorum
-        quorum_id = int(data["quorum_id"])
+        data, known = line.get("data", {}), self.quorum
+        quorum_id = int(data.get("quorum_id", 0))
         if known is None or known.quorum_id != quorum_id:
             self.quorum_changes += 1
         else:

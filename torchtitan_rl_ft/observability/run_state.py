@@ -16,7 +16,13 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.curve import Curve
 from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.observability.run_members import NOT_UP, Members, reason_of
+from torchtitan_rl_ft.observability.run_members import (
+    BETWEEN_VERSIONS,
+    NOT_UP,
+    SERVING,
+    Members,
+    reason_of,
+)
 
 REATTACH = "reattach"
 MOST_EVENTS = 500
@@ -43,6 +49,8 @@ TOLD = frozenset(Kind) - {
     Kind.INSTALL,
 }
 """Events that are kept for people; the others come several to a step."""
+
+UPDATING = BETWEEN_VERSIONS | {SERVING}
 
 PROGRESS = frozenset(
     {Kind.ACCEPT, Kind.SEAL, Kind.COMMIT, Kind.DUMP, Kind.EVAL, Kind.PUBLISH, Kind.CHECKPOINT}
@@ -116,7 +124,7 @@ class RunState:
             self.sealed_step = max(self.sealed_step, self.step)
             self.commits += kind is Kind.COMMIT
         self.members.add(line)
-        if kind in TOLD:
+        if kind in TOLD and not _every_step(kind, line):
             self._tell(line)
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
@@ -132,6 +140,7 @@ class RunState:
     def _run(self, line: Mapping[str, Any], mono_s: float) -> None:
         if line.get("phase") == "end":
             self.outcome = str(line.get("cause"))
+            self.members.end(mono_s)
             return
         self.started_mono_s, self.outcome = mono_s, None
         self.started_wall_s, self.progress_mono_s = line.get("wall_s"), None
@@ -240,6 +249,7 @@ class RunState:
             "step": self.step,
             "total_steps": self.total_steps,
             "commits": self.commits,
+            "dumped": len(self.dumped),
             "groups": {"up": self.groups_alive, "total": self.groups},
             "engines_up": {"up": self.engines_serving, "total": self.engines},
             "versions": {
@@ -271,6 +281,14 @@ class RunState:
         return {"events": found, "last": self.last_event, "missed": max(0, first - n - 1)}
 
 
+def _every_step(kind: Kind, line: Mapping[str, Any]) -> bool:
+    """An engine on its way to the next version; a publish that serving tells of too."""
+    data = line.get("data", {})
+    if kind is Kind.TRANSITION:
+        return UPDATING.issuperset((data.get("old"), data.get("new")))
+    return kind is Kind.PUBLISH and line.get("role") == "rollout"
+
+
 def _endless(value: Any) -> bool:
     """A number that JSON does not know."""
     return isinstance(value, float) and not math.isfinite(value)
@@ -296,7 +314,8 @@ def _sorted(members: Mapping[str, Any]) -> list[Any]:
 
 
 def _aged(found: dict[str, Any], now_mono_s: float) -> dict[str, Any]:
-    return {**found, "age_s": _age_s(found.pop("since_mono_s"), now_mono_s)}
+    age_s = _age_s(found.pop("since_mono_s"), now_mono_s)
+    return found | {"age_s": age_s}
 
 
 def _age_s(mono_s: float | None, now_mono_s: float) -> float | None:

@@ -16,6 +16,11 @@ from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.live_ettr import LiveEttr, Measured, measured_json
+from torchtitan_rl_ft.observability.run_state import RunState
+from torchtitan_rl_ft.observability.status_text import member_text, run_rows
+from torchtitan_rl_ft.roles.following import follower_of
+from torchtitan_rl_ft.roles.report import SUPERVISOR
 from torchtitan_rl_ft.roles.session import client_of, end_session
 from torchtitan_rl_ft.rpc.client import RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
@@ -33,7 +38,6 @@ CLEANUP_TIMEOUT_S = 60.0
 """Of a session whose job's configuration is not known."""
 HURRY_S = 10.0
 
-SUPERVISOR = "supervisor"
 INSPECTOR = "inspector"
 
 
@@ -90,12 +94,11 @@ def _end_of(job: Resolved) -> tuple[float, signal.Signals]:
 # Status ---------------------------------------------------------------------------------------
 
 
-def status(target: Target) -> dict[str, Any]:
-    """Everything that can be told, fit for JSON. Raises SessionUnreadable."""
+def status(target: Target, run: Run | None = None) -> dict[str, Any]:
+    """Everything that can be told, fit for JSON. `run`: of the target's folder. Raises
+    SessionUnreadable."""
     record = target.session.read()
-    folder = target.run_folder
-    if record is not None and record.owner is not None:
-        folder = RunFolder(record.owner.run_folder)
+    folder = folder_of(target)
     return {
         "session": target.session.id,
         "rule": target.rule,
@@ -103,8 +106,55 @@ def status(target: Target) -> dict[str, Any]:
         "roles": _roles(folder) if folder is not None else [],
         "last_step": _last_step(folder) if folder is not None else None,
         "note": target.note,
+        "run": None if run is None else run.to_json(),
         **(_session(target.session, record) if record is not None else {"state": "none"}),
     }
+
+
+def folder_of(target: Target) -> RunFolder | None:
+    """The run folder of the session's owner, else the one that was named. Raises
+    SessionUnreadable."""
+    record = target.session.read()
+    if record is not None and record.owner is not None:
+        return RunFolder(record.owner.run_folder)
+    return target.run_folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run tell."""
+
+    state: RunState
+    measured: Measured
+    now_mono_s: float  # of a run that goes on; else its last moment
+
+    @classmethod
+    def of(cls, folder: RunFolder | None) -> Run | None:
+        """None for a folder whose configuration cannot be read."""
+        if folder is None or not folder.events.exists():
+            return None
+        try:
+            resolved = Resolved.read(folder.path, only_to_look=True)
+        except ConfigError:
+            return None
+        follower, section = follower_of(resolved), resolved.sections.observability
+        follower.poll()
+        live = LiveEttr(
+            folder.events, window_s=section.ettr_window_s, every_s=section.ettr_sample_s
+        )
+        supervisor = folder.role(SUPERVISOR)
+        goes_on = supervisor is not None and supervisor.alive()
+        now_s = time.monotonic() if goes_on else follower.state.last_mono_s
+        return cls(follower.state, live.measure_all(), now_s)
+
+    def to_json(self) -> dict[str, Any]:
+        return self.state.to_json(self.now_mono_s) | {"measured": measured_json(self.measured)}
+
+    def member(self, name: str) -> str:
+        """What a role or an engine does."""
+        members = self.state.members
+        found = members.roles.get(name) or members.engines.get(name)
+        return "" if found is None else f"  {member_text(found, self.now_mono_s)}"
 
 
 def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
@@ -183,7 +233,7 @@ def _last_step(folder: RunFolder) -> int | None:
     return rows[-1]["step"] if rows else None
 
 
-def show(found: dict[str, Any]) -> list[str]:
+def show(found: dict[str, Any], run: Run | None = None) -> list[str]:
     """`status` as lines for people."""
     lines = [
         _line("session", f"{found['session']} ({found['rule']})"),
@@ -191,14 +241,22 @@ def show(found: dict[str, Any]) -> list[str]:
         _line("last step", "none" if found["last_step"] is None else found["last_step"]),
         _line("state", "no session" if found["state"] == "none" else found["state"]),
     ]
+    if run is not None:
+        rows = run_rows(run.state, run.measured, run.now_mono_s)
+        lines += [_line(label, text) for label, text in rows]
     if "serving" in found:
         lines += _session_lines(found)
+    doing = run.member if run is not None else lambda name: ""
     lines += [
-        _line("role", f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}{_at(r)}")
+        _line(
+            "role",
+            f"{r['name']}  process {r['pid']}, start {r['attempt']}{_dead(r)}{doing(r['name'])}"
+            f"{_at(r)}",
+        )
         for r in found["roles"]
     ]
     lines += [
-        _line("role", f"{t['name']}  process {t['pid']}{_dead(t)}")
+        _line("role", f"{t['name']}  process {t['pid']}{_dead(t)}{doing(t['name'])}")
         for t in found.get("trainers", [])
     ]
     if found["note"] is not None:
@@ -208,7 +266,7 @@ def show(found: dict[str, Any]) -> list[str]:
 
 def _at(role: dict[str, Any]) -> str:
     """The address of what is there to be asked by people."""
-    return f"  {role['url']}" if role["name"] == INSPECTOR else ""
+    return f"  {role['url']}" if role["name"] in (INSPECTOR, SUPERVISOR) else ""
 
 
 def _session_lines(found: dict[str, Any]) -> list[str]:
@@ -261,8 +319,9 @@ def list_sessions() -> list[dict[str, Any]]:
 def main_status(target: Target | None, as_json: bool) -> None:
     """`torchtitan status`; None: all sessions. Raises SessionUnreadable."""
     if target is not None:
-        found = status(target)
-        print(json.dumps(found, indent=1) if as_json else "\n".join(show(found)))
+        run = Run.of(folder_of(target))
+        found = status(target, run)
+        print(json.dumps(found, indent=1) if as_json else "\n".join(show(found, run)))
         return
     sessions = list_sessions()
     if as_json:

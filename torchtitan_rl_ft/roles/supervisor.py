@@ -27,7 +27,7 @@ from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.summary import Summary, render
-from torchtitan_rl_ft.roles import exits, job, watcher
+from torchtitan_rl_ft.roles import exits, job, status_page, watcher
 from torchtitan_rl_ft.roles.following import follower_of
 from torchtitan_rl_ft.roles.keeper import RoleKeeper
 from torchtitan_rl_ft.roles.lifecycle import RestartLimits
@@ -116,10 +116,14 @@ async def _supervise(
     follower = follower_of(resolved)
     lessons = watcher.Lessons.of(resolved) if recovery.calc_ft_timeouts else None
     watch = watcher.Watcher(folder, events, watcher.job_limits(resolved), lessons=lessons)
-    console = asyncio.create_task(_show(ProgressConsole(follower, Console()), events))
+    shown = ProgressConsole(follower, Console())
+    console = asyncio.create_task(_show(shown, events))
     watching = asyncio.create_task(watch.run())
     try:
-        outcome = await keeper.run()
+        async with status_page.served(resolved, follower, events) as url:
+            if url is not None:
+                shown.say(f"status page: {url}/")
+            outcome = await keeper.run()
         if outcome.exit_code == ExitCode.REQUEUE:
             reason = exits.reason_of(folder, session.owner)
             outcome = replace(outcome, cause=reason or outcome.cause)

@@ -1,0 +1,154 @@
+"""ETTR and outages of a run that goes on, for those who look: read when somebody asks, in a side
+thread, never more often than is worth it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl_ft.observability.ettr import Accounts, Ettr, EttrSample
+from torchtitan_rl_ft.observability.events import Event, Kind, event_of, read_line
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.lives import BEGINNINGS
+
+logger = logging.getLogger(__name__)
+
+LEAST_INTERVAL_S = 1.0
+REST = 20.0
+"""Pause between two looks, as a multiple of what the last one took: 5 % of a core at most."""
+
+DISORDER_S = 0.5
+"""Processes append their lines themselves: one may come so much later than a younger one."""
+
+MOST_SAMPLES = 200
+MOST_EVENTS = 3_000_000
+"""In one life, beyond which only `torchtitan report` counts: the accounts grow with the steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """As of one look."""
+
+    ettr: Ettr | None = None  # None: no step was committed
+    samples: list[EttrSample] = field(default_factory=list)
+    start_s: float | None = None  # of the life, on the monotonic clock
+    problem: str | None = None  # why there is nothing newer
+
+
+class LiveEttr:
+    """`measured` is the newest result; `look` has a newer one made."""
+
+    def __init__(
+        self,
+        events: Path,
+        *,
+        window_s: float,
+        every_s: float,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tail = JsonlTail(events, may_begin_anew=True, parse=read_line)
+        self._window_s, self._every_s, self._clock_s = window_s, every_s, clock_s
+        self._accounts = Accounts()
+        self._start_s: float | None = None
+        self._count = 0
+        self._late: list[Event] = []  # the newest, which older ones may follow
+        self._due_s = float("-inf")
+        self._thread: threading.Thread | None = None
+        self.measured = Measured()
+
+    @property
+    def looking(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def look(self) -> None:
+        """Begin to measure unless that is under way, or was done a moment ago."""
+        if not self.looking and self._clock_s() >= self._due_s and self.measured.problem is None:
+            # Not an executor's thread: the end of the job must not wait for it.
+            self._thread = threading.Thread(target=self._run, name="ettr", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        began_s = self._clock_s()
+        try:
+            self.measured = self.measure()
+        except Exception as e:  # the supervisor's loop is next door
+            logger.exception("ETTR is no longer measured")
+            self.measured = Measured(problem=f"{type(e).__name__}: {e}")
+        now_s = self._clock_s()
+        self._due_s = now_s + max(LEAST_INTERVAL_S, REST * (now_s - began_s))
+
+    def measure_all(self) -> Measured:
+        """Once, up to the last line."""
+        self.measure()
+        return self.measure()
+
+    def measure(self) -> Measured:
+        """Take in what was appended, and tell what it came to."""
+        for event in self._new_events():
+            if event.kind is Kind.RUN and event.phase in BEGINNINGS:
+                self._accounts, self._start_s, self._count = Accounts(), event.mono_s, 0
+            if self._start_s is None:  # roles that were started by hand
+                self._start_s = event.mono_s
+            self._accounts.add(event)
+            self._count += 1
+            if self._count > MOST_EVENTS:
+                problem = f"more than {MOST_EVENTS} events: torchtitan report tells of them"
+                return Measured(problem=problem)
+        if not self._accounts.slots.committed_s:
+            return Measured(start_s=self._start_s)
+        settled = self._accounts.settled()
+        every_s = max(self._every_s, (settled.end_s - settled.start_s) / MOST_SAMPLES)
+        samples = settled.samples(self._window_s, every_s)
+        return Measured(settled.ettr(), samples, self._start_s)
+
+    def _new_events(self) -> Iterator[Event]:
+        """In the order of the clock within a life. The last ones are kept back until the next time:
+        what belongs before them may come."""
+        grown = False
+        for lines in self._tail.blocks():
+            grown = True
+            for event in filter(None, map(event_of, lines)):
+                if event.kind is Kind.RUN:
+                    yield from self._in_order(self._late)
+                    self._late = []
+                    yield event
+                else:
+                    self._late.append(event)
+            self._late = self._in_order(self._late)
+            newest_s = self._late[-1].mono_s if self._late else 0.0
+            kept = [e for e in self._late if e.mono_s > newest_s - DISORDER_S]
+            yield from self._late[: len(self._late) - len(kept)]
+            self._late = kept
+        if not grown:
+            yield from self._late
+            self._late = []
+
+    @staticmethod
+    def _in_order(events: list[Event]) -> list[Event]:
+        return sorted(events, key=lambda e: e.mono_s)
+
+
+def measured_json(found: Measured, most_outages: int = 100) -> dict[str, Any]:
+    """For the status page. Times of outages and samples: seconds since the start of the life."""
+    ettr, start_s = found.ettr, found.start_s or 0.0
+    if ettr is None:
+        return {"ettr": None, "samples": [], "outages": [], "problem": found.problem}
+    told = ettr.to_json()
+    del told["outages"], told["slots"]
+    outages = [o.to_json() for o in ettr.outages[-most_outages:]]
+    for outage in outages:
+        outage["cause"] = str(outage["cause"])[:300]
+        outage |= {"at_s": outage["began_s"] - start_s, "end_s": outage["until_s"] - start_s}
+    return {
+        "ettr": told | {"outages": len(ettr.outages)},
+        "samples": [
+            (s.at_s, s.strict, s.paper, s.strict_window, s.paper_window) for s in found.samples
+        ],
+        "outages": outages,
+        "problem": found.problem,
+    }
