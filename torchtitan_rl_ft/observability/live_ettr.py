@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Accounts, Ettr, EttrSample
-from torchtitan_rl_ft.observability.events import Event, Kind, event_of, read_line
+from torchtitan_rl_ft.observability.events import Event, Kind, as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
 
@@ -112,7 +112,7 @@ class LiveEttr:
         grown = False
         for lines in self._tail.blocks():
             grown = True
-            for event in filter(None, map(event_of, lines)):
+            for event in filter(None, map(as_event, lines)):
                 if event.kind is Kind.RUN:
                     yield from self._in_order(self._late)
                     self._late = []
