@@ -16,7 +16,7 @@ from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.observability.health import Health
 from torchtitan_rl_ft.observability.live_ettr import Measured
 from torchtitan_rl_ft.observability.metric_names import PREFIX, exported_name
-from torchtitan_rl_ft.observability.outages import PHASES, Outage
+from torchtitan_rl_ft.observability.outage import PHASES, Outage
 from torchtitan_rl_ft.observability.run_members import kind_of
 from torchtitan_rl_ft.observability.run_state import RunState
 
