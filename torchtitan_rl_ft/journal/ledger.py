@@ -62,13 +62,15 @@ class Ledger:
         exits: Exits | None = None,
         lease_s: float = LEASE_S,
         live_ttl_s: float = LIVE_TTL_S,
+        of_run: Callable[[], Mapping[str, Any]] = dict,
         mono_s: Callable[[], float] = time.monotonic,
         gone: Callable[[Member], bool] = process_gone,
     ) -> None:
         """`why_incomplete` says why a checkpoint cannot be loaded, `find_checkpoints` which folders
         there are (checkpoints.py), the newest `keep_checkpoints` of which stay (0: all); no step
         beyond `last_step` is begun. Without `publishes` nobody serves policies, so nobody is asked
-        to publish one. `exits`: when the job stops early."""
+        to publish one. `exits`: when the job stops early. `of_run`: what each
+        line of the metrics tells of the whole run."""
         self.journal = journal
         self._events, self._mono_s = events, mono_s
         self._last_step = last_step
@@ -79,7 +81,7 @@ class Ledger:
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
         self._publishes = publishes
         self._members = Members(journal.members(), ttl_s=live_ttl_s, mono_s=mono_s, gone=gone)
-        self._metrics = StepMetrics(metrics_path, journal)
+        self._metrics = StepMetrics(metrics_path, journal, of_run)
         self._metrics.flush()
         self._duties = Duties(journal, self._members, lease_s=lease_s, mono_s=mono_s)
         self._refusals = Refusals()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ class StepMetrics:
     rewind a step gets a second line: the last one of a step counts.
     """
 
-    def __init__(self, path: Path, journal: Journal) -> None:
-        """Raises JournalWriteError."""
-        self._path, self._journal = path, journal
+    def __init__(
+        self, path: Path, journal: Journal, of_run: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        """`of_run` tells, at once, what each line says of the whole run. Raises
+        JournalWriteError."""
+        self._path, self._journal, self._of_run = path, journal, of_run
         self._told = self._mend()
         if self._told > journal.last_commit_id():
             self._told = 0  # the file is older than this journal
@@ -87,7 +91,7 @@ class StepMetrics:
             "batch": record.batch_id,
             "commit": commit.commit_id,
         }
-        return {**dict.fromkeys(REQUIRED), **found, **fixed}
+        return {**dict.fromkeys(REQUIRED), **_scalars(self._of_run()), **found, **fixed}
 
     def _append(self, line: bytes) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -104,7 +108,7 @@ class StepMetrics:
             os.close(fd)
 
 
-def _scalars(values: dict[str, Any]) -> dict[str, Any]:
+def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers, texts and flags; a number that JSON cannot carry (NaN) becomes null."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v

@@ -154,12 +154,13 @@ class Accounts:
             past=past,
         )
 
-    def compact(self, keep_s: float) -> None:
-        """Sum up what is older than `keep_s`, and forget it. What follows costs no more however
-        long the run gets, and a rewind no longer changes what it was."""
+    def compact(self, keep_s: float, least_s: float = 0.0) -> None:
+        """Sum up what is older than `keep_s`, when that is more than `least_s`, and forget it. What
+        follows costs no more however long the run gets; a rewind no longer changes what it was."""
         ends_s = self.slots.committed_s
         count = bisect.bisect_right(ends_s, self._last_s - keep_s)
-        if count <= self._past.commits:
+        since_s = self._start_s if self._past.until_s is None else self._past.until_s
+        if count <= self._past.commits or ends_s[count - 1] - (since_s or 0.0) < least_s:
             return
         settled, until_s = self.settled(), ends_s[count - 1]
         self._past = self._past.with_more(settled, until_s, count)
