@@ -120,6 +120,15 @@ def test_metrics_lines_are_written_once_also_across_a_restart(run: Run) -> None:
     assert [x["step"] for x in run.lines()] == [1, 2, 3]
 
 
+def test_each_line_tells_what_is_known_of_the_whole_run(run: Run) -> None:
+    told = iter([{"ettr/strict": None}, {"ettr/strict": 0.5, "loss": 9.0}])
+    run.options["of_run"] = lambda: next(told)
+    run.reopen()
+    seal(run.journal), seal(run.journal)
+    run.commit(), run.commit()
+    assert [(x["ettr/strict"], x["loss"]) for x in run.lines()] == [(None, 0.5), (0.5, 0.5)]
+
+
 def test_a_lost_reports_line_waits_for_another_group(run: Run) -> None:
     seal(run.journal), seal(run.journal), seal(run.journal)
     lost = record(run.journal)

@@ -26,8 +26,8 @@ DISORDER_S = 0.5
 """Processes append their lines themselves: one may come so much later than a younger one."""
 
 MOST_SAMPLES = 200
-MOST_EVENTS = 3_000_000
-"""In one life, beyond which only `torchtitan report` counts: the accounts grow with the steps."""
+LEAST_KEPT_S = 10.0
+"""What is older than this, and than two samples, is summed up."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,6 @@ class LiveEttr:
         self._window_s, self._every_s, self._clock_s = window_s, every_s, clock_s
         self._accounts = Accounts()
         self._start_s: float | None = None
-        self._count = 0
         self._late: list[Event] = []  # the newest, which older ones may follow
         self._due_s = float("-inf")
         self._thread: threading.Thread | None = None
@@ -91,14 +90,13 @@ class LiveEttr:
         """Take in what was appended, and tell what it came to."""
         for event in self._new_events():
             if event.kind is Kind.RUN and event.phase in BEGINNINGS:
-                self._accounts, self._start_s, self._count = Accounts(), event.mono_s, 0
+                self._accounts, self._start_s = Accounts(), event.mono_s
             if self._start_s is None:  # roles that were started by hand
                 self._start_s = event.mono_s
             self._accounts.add(event)
-            self._count += 1
-            if self._count > MOST_EVENTS:
-                problem = f"more than {MOST_EVENTS} events: torchtitan report tells of them"
-                return Measured(problem=problem)
+            if event.kind is Kind.COMMIT:
+                keep_s = max(LEAST_KEPT_S, 2 * self._every_s)
+                self._accounts.compact(keep_s, least_s=self._every_s)
         if not self._accounts.slots.committed_s:
             return Measured(start_s=self._start_s)
         settled = self._accounts.settled()

@@ -26,7 +26,9 @@ from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.ledger import Ledger
 from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability.ettr_metrics import EttrMetrics
 from torchtitan_rl_ft.observability.events import EventLog, Kind
+from torchtitan_rl_ft.observability.live_ettr import LiveEttr
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.exits import exits_of, note_of
 from torchtitan_rl_ft.roles.sinks import sinks_of
@@ -185,7 +187,15 @@ def _ledger(resolved: Resolved, folder: RunFolder, journal: Journal, events: Eve
         max_numeric_refusals=sections.recovery.max_numeric_refusals,
         publishes=debug_mode(sections.rollout) is not DebugMode.TRAIN_ONLY,
         exits=exits_of(resolved),
+        of_run=_ettr_metrics(resolved),
     )
+
+
+def _ettr_metrics(resolved: Resolved) -> EttrMetrics:
+    section = resolved.sections.observability
+    window_s, every_s = section.ettr_window_s, section.ettr_sample_s
+    live = LiveEttr(resolved.run_folder.events, window_s=window_s, every_s=every_s)
+    return EttrMetrics(live, every_s)
 
 
 class _Parts:
