@@ -3,6 +3,7 @@ without anything of what it checks but the lines themselves."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from torchtitan_rl_ft.observability.events import Event, Kind
@@ -17,15 +18,18 @@ def strict_by_hand(events: list[Event], until_s: float, tick_s: float = 0.002) -
     begin_s = min(e.mono_s for e in events if e.kind in (Kind.ISSUE, Kind.QUORUM, Kind.COMMIT))
     busy = trainers(events) | engines(events)
     ticks = int((until_s - start_s) / tick_s)
-    counted = 0
-    for spans in busy.values():
+    commit_s = min(e.mono_s for e in events if e.kind is Kind.COMMIT)
+    counted = total = 0
+    for name, spans in busy.items():
+        first_s = min(e.mono_s for e in events if name in (e.name, e.data.get("subject")))
+        total += ticks if first_s <= commit_s else round((until_s - first_s) / tick_s)
         marks = [False] * ticks
         for since_s, end_s in spans:
             first = max(0, round((max(since_s, begin_s) - start_s) / tick_s))
             last = min(ticks, round((end_s - start_s) / tick_s))
             marks[first:last] = [True] * max(0, last - first)
         counted += sum(marks)
-    return counted / (ticks * len(busy))
+    return counted / total
 
 
 def trainers(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
@@ -37,6 +41,7 @@ def trainers(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
                 trained[name].add(event.step)
     found = defaultdict(list)
     began: dict[str, tuple[float, int, bool]] = {}
+    last: dict[str, tuple[int, float]] = {}  # process, and when it was heard of
     for event in events:
         subject = event.data.get("subject")
         if event.kind is Kind.EXIT and subject in began:
@@ -45,6 +50,12 @@ def trainers(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
             continue
         name = event.name
         found[name] += []
+        pid, heard_s = last.get(name, (event.pid, event.mono_s))
+        if pid != event.pid and name in began:  # it was killed, and nobody told
+            since_s, step, voted = began.pop(name)
+            if voted and step in trained[name]:
+                found[name].append((since_s, heard_s))
+        last[name] = (event.pid, event.mono_s)
         if event.phase == "forward_backward" and name not in began:
             began[name] = (event.mono_s, event.step, False)
         elif event.phase == "optimizer" and name in began:
@@ -55,14 +66,44 @@ def trainers(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
                 found[name].append((since_s, event.mono_s))
         elif event.phase == "publish" and name not in began:  # a duty of the step before
             began[name] = (event.mono_s, event.step - 1, True)
+    for name, gaps in unnoticed(events).items():
+        for other, spans in found.items():
+            if other != name:
+                found[other] = _without(spans, _common(held(events, other), gaps))
     return found
+
+
+def unnoticed(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
+    """By group: from the last word of a process of whose end nobody told to the first of the
+    next."""
+    found = defaultdict(list)
+    last: dict[str, tuple[int, float]] = {}
+    for event in events:
+        if event.kind is Kind.EXIT:
+            last.pop(event.data["subject"], None)
+        elif event.role == "trainer":
+            pid, heard_s = last.get(event.name, (event.pid, event.mono_s))
+            if pid != event.pid:
+                found[event.name].append((heard_s, event.mono_s))
+            last[event.name] = (event.pid, event.mono_s)
+    return found
+
+
+def held(events: list[Event], name: str) -> list[tuple[float, float]]:
+    """When the group was where it waits for the others in the middle of a step."""
+    phases = [e for e in events if e.kind is Kind.PHASE and e.name == name]
+    pairs = itertools.pairwise(phases)
+    return [(a.mono_s, b.mono_s) for a, b in pairs if a.phase in ("reduce", "commit")]
 
 
 def engines(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
     """While it served, and a group of a committed batch was with it."""
     steps = {e.step for e in events if e.kind is Kind.COMMIT}
     sealed = {
-        g for e in events if e.kind is Kind.SEAL and e.step in steps for g in e.data["groups"]
+        g
+        for e in events
+        if e.kind is Kind.SEAL and e.step in steps
+        for g in e.data.get("groups", [])
     }
     legs = defaultdict(list)
     for event in events:
@@ -81,13 +122,21 @@ def engines(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
             continue
         found.setdefault(name, [])
         if name in since:
-            found[name] += _common(legs[name], since.pop(name), event.mono_s)
+            found[name] += _common(legs[name], [(since.pop(name), event.mono_s)])
         if event.data.get("new") in ("serving", "draining", "suspect"):
             since[name] = event.mono_s
     for name, since_s in since.items():
-        found[name] += _common(legs[name], since_s, float("inf"))
+        found[name] += _common(legs[name], [(since_s, float("inf"))])
     return found
 
 
-def _common(legs, since_s, end_s):
-    return [(max(a, since_s), min(b, end_s)) for a, b in legs if a < end_s and b > since_s]
+def _common(spans, others):
+    return [(max(a, c), min(b, d)) for a, b in spans for c, d in others if a < d and b > c]
+
+
+def _without(spans, holes):
+    for since_s, end_s in holes:
+        spans = [
+            (a, b) for c, d in spans for a, b in ((c, min(d, since_s)), (max(c, end_s), d)) if a < b
+        ]
+    return spans

@@ -195,6 +195,9 @@ def test_ettr_of_a_job_with_faults_is_what_a_count_by_hand_says(job):
     for figure in (found.strict, found.paper):
         lost_s = sum(s for causes in figure.lost_s.values() for s in causes.values())
         assert lost_s == pytest.approx((1 - figure.ratio) * found.slot_s)
+    row = job.metrics()[-1]
+    assert 0 < row["ettr/strict"] <= row["ettr/paper"] <= 1
+    assert 0 < row["ettr/strict_window"] <= row["ettr/paper_window"] <= 1
     print("\n".join(f"{name:<11}{text}" for name, text in ettr_rows(found)))
 
 

@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from ettr_by_hand import strict_by_hand
 from trainer_run import TrainerRun, assert_each_step_once, assert_groups_equal, steps_of
 
 from torchtitan_rl_ft.journal.checkpoints import flaw
+from torchtitan_rl_ft.observability.ettr import measure
+from torchtitan_rl_ft.observability.events import read_events
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -124,6 +127,20 @@ def test_the_duty_of_saving_moves_and_each_checkpoint_is_complete(three_groups):
         path, token = run.run.path / event["data"]["path"], event["data"]["token"]
         assert event["step"] % 10 == 0
         assert flaw(path, event["step"], token) is None
+
+
+@pytest.mark.row("K1")
+def test_each_kill_has_a_record_and_the_ratio_is_what_a_count_by_hand_says(three_groups):
+    run, stalls = three_groups
+    events = list(read_events(run.run.events))
+    found = measure(events)
+    assert len(found.outages) == len(stalls) and all(o.role == "trainer" for o in found.outages)
+    for outage in found.outages:
+        assert outage.done_s is not None and min(outage.phase_s.values()) >= 0.0
+        assert sum(outage.phase_s.values()) == pytest.approx(outage.done_s - outage.began_s)
+        assert outage.samples_lost == 0
+    by_hand = strict_by_hand(events, events[0].mono_s + found.wall_s)
+    assert found.strict.ratio == pytest.approx(by_hand, rel=0.01)
 
 
 @pytest.mark.row("G1")

@@ -55,6 +55,7 @@ class _Seen:
     lost: bool | None  # work that was refused, superseded or thrown away
     phase: str | None  # of a trainer, or the state of an engine
     own: _Lapse | None
+    unnoticed: _Lapse | None  # the loss of another trainer group
     job: _Lapse | None  # the newest of any process
     trainer: _Lapse | None
     rollout: _Lapse | None
@@ -99,6 +100,7 @@ def entries_of(
         since_s, done = max(start_s, slot.since_s), work[slot.name]
         own = _lapses(o for o in outages if _is_own(slot, o))
         of_slot = [slot.absent(end_s), startup, done.useful, done.lost, slot.shown(end_s), own]
+        of_slot.append(_unnoticed(outages, slot.name))
         if since_s >= end_s:
             continue
         for part in overlay(since_s, end_s, [*of_slot, *shared]):
@@ -144,6 +146,14 @@ def _lapses(outages: Iterable[Outage]) -> list[Segment]:
             if until_s > since_s:
                 found.append(Segment(since_s, until_s, _Lapse(outage, phase)))
     return found
+
+
+def _unnoticed(outages: Iterable[Outage], but: str) -> list[Segment]:
+    """When a trainer group is lost and nobody knows."""
+    others = [o for o in outages if o.role == "trainer" and o.name != but and o.phase_s["detect"]]
+    return newest(
+        Segment(o.began_s, o.began_s + o.phase_s["detect"], _Lapse(o, "detect")) for o in others
+    )
 
 
 def _is_own(slot: Slot, outage: Outage) -> bool:
@@ -228,14 +238,13 @@ def _held_up_by(slot: Slot, seen: _Seen) -> _Lapse | None:
     if slot.role != "trainer":
         return None
     lapse = None
-    if seen.phase in ("reduce", "commit") and seen.trainer is not None:
-        lapse = seen.trainer if seen.trainer.phase == "detect" else None
+    if seen.phase in ("reduce", "commit"):
+        lapse = seen.unnoticed
     elif seen.phase in ("report", "checkpoint"):
         lapse = seen.rollout
     elif seen.phase == "publish":
         lapse = seen.serving or seen.rollout
-    own = lapse is not None and lapse.outage.name == slot.name
-    return None if lapse is None or own or lapse.outage.injected in WORKS_ON else lapse
+    return None if lapse is None or lapse.outage.injected in WORKS_ON else lapse
 
 
 def _needed(slot: Slot, seen: _Seen) -> _Lapse | None:
