@@ -55,6 +55,32 @@ def test_a_running_and_an_ended_one(run: RunFolder, capsys: pytest.CaptureFixtur
     assert (found["steps"], found["first_reward"], found["rewards"]) == (2, 0.5, [0.25, 0.75])
 
 
+def test_a_log_with_torn_and_foreign_lines_and_a_clock_that_was_set(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = EventLog(run.events, run="run", role="trainer", name="trainer-0")
+    for kind in Kind:  # as a version might write it that has other data
+        events.emit(kind, phase="report", subject="trainer-0", fault="new", path=7, groups="all")
+    events.close()
+    last = run.events.read_bytes().splitlines()[-1]
+    line = json.loads(last)
+    strange = [
+        line | {"kind": "of another version"},
+        line | {"mono_s": "soon"},
+        line | {"data": [1]},
+        line | {"wall_s": line["wall_s"] - 3600, "kind": "warn"},
+    ]
+    with open(run.events, "ab") as f:
+        f.writelines(json.dumps(s).encode() + b"\n" for s in strange)
+        f.write(last[:40] + b"\n" + last[:30])
+    out = report(capsys, str(run.path))
+    assert "note       4 lines of the events are torn or of another version" in out
+    assert "the wall clock was set by -3600.0 s" in out
+    found = json.loads(report(capsys, str(run.path), "--json"))
+    assert len(found["notes"]) == 2 and found["ettr"]["steps"] == 2
+    assert found["ettr"]["strict"]["ratio"] == 0.0
+
+
 def test_a_job_that_never_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job(tmp_path, GOOD, "--job.dump_folder", str(tmp_path / "run")).write()
     assert "outcome    never started" in report(capsys, str(tmp_path / "run"))

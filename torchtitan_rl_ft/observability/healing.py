@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torchtitan_rl_ft.observability.event_data import number
 from torchtitan_rl_ft.observability.events import Event, Kind
 
 PHASES = ("detection", "start", "quorum", "transfer", "load", "first_step")
@@ -53,17 +54,13 @@ def _recovery(events: Sequence[Event], i: int) -> Recovery | None:
         ended_s = fault_s = asked_s
     else:
         fault_s = _fault(events, i, ended_s)
-    data = heal.data
-    seconds = (
-        ended_s - fault_s,
-        asked_s - ended_s,
-        data["quorum_s"],
-        data["transfer_s"],
-        data["load_s"],
-        done_s - heal.mono_s,
-    )
+    told = [number(heal, key) for key in ("quorum_s", "transfer_s", "load_s", "bytes")]
+    told_s = [value for value in told if value is not None]
+    if len(told_s) < len(told):  # another version wrote it
+        return None
+    seconds = (ended_s - fault_s, asked_s - ended_s, *told_s[:3], done_s - heal.mono_s)
     phase_s = dict(zip(PHASES, seconds, strict=True))
-    return Recovery(heal.name, heal.step or 0, data["bytes"], phase_s, done_s - fault_s)
+    return Recovery(heal.name, heal.step or 0, int(told_s[3]), phase_s, done_s - fault_s)
 
 
 def _back(events: Sequence[Event], i: int) -> Iterator[Event]:

@@ -58,3 +58,17 @@ def last_life(events: Iterable[Event]) -> list[Event]:
     """The events since the last RUN start, resume or reattach, in the order of the clock."""
     found = lives(events)
     return found[-1].events if found else []
+
+
+def log_notes(events: Iterable[Event], unread: int) -> list[str]:
+    """What is wrong with the log itself. `unread`: complete lines that were no event."""
+    notes = []
+    if unread:
+        lines = "1 line" if unread == 1 else f"{unread} lines"
+        notes.append(f"{lines} of the events are torn or of another version, and were left out")
+    jumps_s = [jump_s for life in lives(events)[-1:] for jump_s in life.wall_jumps_s]
+    if jumps_s:
+        by = ", ".join(f"{jump_s:+.1f} s" for jump_s in jumps_s[:3])
+        more = "" if len(jumps_s) <= 3 else f" and {len(jumps_s) - 3} more times"
+        notes.append(f"the wall clock was set by {by}{more}: no duration here is measured by it")
+    return notes

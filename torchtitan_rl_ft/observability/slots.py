@@ -290,7 +290,8 @@ class Slots:
             rollout.kept = True
 
     def _supersede(self, event: Event) -> None:
-        to_step = whole(event, "to_step") or 0
+        if (to_step := whole(event, "to_step")) is None:
+            return
         self.commits = [c for c in self.commits if c[1] <= to_step]
         for slot in self.slots.values():
             for attempt in slot.attempts:

@@ -9,9 +9,10 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Ettr, measure
 from torchtitan_rl_ft.observability.ettr_text import ettr_rows
+from torchtitan_rl_ft.observability.event_data import number
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.healing import Recovery, recoveries
-from torchtitan_rl_ft.observability.lives import last_life
+from torchtitan_rl_ft.observability.lives import last_life, log_notes
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
@@ -49,6 +50,9 @@ class Summary:
     dumps: list[str] = field(default_factory=list)
     """Files of rollout dumps, in the order of their steps."""
 
+    notes: list[str] = field(default_factory=list)
+    """What is wrong with the log that all this was read from."""
+
     @property
     def first_reward(self) -> float | None:
         head = self.rewards[:FIRST_LAST_STEPS]
@@ -78,15 +82,17 @@ def summarise(
     outcome: str,
     total_steps: int,
     transport: str,
+    unread: int = 0,
 ) -> Summary:
     """`transport` is the configured one, empty when nothing is published; what the publishing
-    role reported goes before."""
+    role reported goes before. `unread`: lines that were no event."""
     life = last_life(events)
     rows = committed_rows(metrics)
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
-    evals = [e for e in life if e.kind is Kind.EVAL]
+    evals = [e for e in life if e.kind is Kind.EVAL and number(e, "reward") is not None]
     ratio = measure(events)
-    dumps = {e.step: e.data for e in life if e.kind is Kind.DUMP and e.step is not None}
+    dumped = [e for e in life if e.kind is Kind.DUMP and {"path", "reward"} <= e.data.keys()]
+    dumps = {e.step: e.data for e in dumped if e.step is not None}
     rewards = {int(r["step"]): float(r["reward/mean"]) for r in rewarded}
     if not rows:  # nobody trained
         rewards = {s: d["reward"] for s, d in sorted(dumps.items()) if d["reward"] is not None}
@@ -108,6 +114,7 @@ def summarise(
         recoveries=recoveries(life),
         saving=save_advice(events),
         dumps=[dumps[step]["path"] for step in sorted(dumps)],
+        notes=log_notes(events, unread),
     )
 
 
@@ -173,6 +180,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         *_rows("healed", _recovery_lines(summary.recoveries)),
         *(_rows("saving", advice_lines(summary.saving)) if summary.saving is not None else []),
         ("run folder", run_folder),
+        *_rows("note", summary.notes),
     ]
     return lines + [f"{name:<11}{text}" for name, text in rows]
 

@@ -27,7 +27,8 @@ def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
     """What the run came to so far. `outcome`: None takes it from the run's own events."""
     folder = resolved.run_folder
     mode = debug_mode(resolved.sections.rollout)
-    events = list(read_events(folder.events)) if folder.events.exists() else []
+    unread: list[bytes] = []
+    events = list(read_events(folder.events, unread.append)) if folder.events.exists() else []
     # Metrics of an earlier job of the folder say nothing of a job that trains nobody.
     trained = mode is not DebugMode.ROLLOUT_ONLY
     published = mode is not DebugMode.TRAIN_ONLY
@@ -37,6 +38,7 @@ def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
         outcome=outcome if outcome is not None else outcome_of(folder, events),
         total_steps=resolved.get("training.steps"),
         transport=resolved.sections.rollout.weight_transport if published else "",
+        unread=len(unread),
     )
 
 
