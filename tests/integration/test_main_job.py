@@ -20,7 +20,9 @@ import psutil
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from grafana_dashboard import metric_names, queries
 from job_run import COMMAND, CONFIG, Job
+from prometheus_client.parser import text_string_to_metric_families
 
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
@@ -82,6 +84,10 @@ class Live:
     """(role, method, path) -> status without a token, and with a wrong one."""
     second_job: subprocess.CompletedProcess[str]
     """Another `torchtitan run` on the same folder."""
+    page: dict[str, httpx.Response]
+    """What the status page answers, by path."""
+    status: str
+    """`torchtitan status`."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,11 @@ def done(tmp_path_factory, routes) -> Iterator[Done]:
 def look(job: Job, routes: dict[str, list[tuple[str, str]]]) -> Live:
     (token_file,) = job.state.rglob("*.token")
     urls = {r.name: r.url for r in job.folder.roles() if r.url}
+    page = {
+        path: httpx.get(urls["supervisor"] + path, trust_env=False, timeout=30)
+        for path in ("/", "/api/status", "/api/events?after=0", "/metrics", "/health")
+    }
+    told = job.command("status", str(job.folder.path)).stdout
     trees = {
         name: {root.pid, *(p.pid for p in process.descendants(root))}
         for name in (*ENGINES, *ROLES)
@@ -145,6 +156,8 @@ def look(job: Job, routes: dict[str, list[tuple[str, str]]]) -> Live:
             capture_output=True,
             text=True,
         ),
+        page=page,
+        status=told,
     )
 
 
@@ -259,6 +272,52 @@ def test_the_report_proves_the_run_and_shows_both_groups_shares(done):
     assert "accounts   hold" in told[("--ledger",)]
 
 
+@pytest.mark.row("K2")
+def test_the_status_page_showed_the_job_while_it_ran(done):
+    page = done.live.page
+    assert {path: answer.status_code for path, answer in page.items()} == dict.fromkeys(page, 200)
+    assert f"status page: {done.live.urls['supervisor']}/" in done.job.out()
+    assert page["/health"].json()["ok"]
+    found = page["/api/status"].json()
+    roles = {r["name"]: r for r in found["roles"]}
+    assert set(roles) == {"supervisor", *ROLES}
+    # Roles end once the last step is done, which may have come in between.
+    going_on = [r for r in roles.values() if r["state"] == "up"]
+    assert len(going_on) == len(roles) or found["step"] == STEPS
+    for role in going_on:
+        if role["name"] in ROLES:
+            assert role["pid"] == done.job.process_of(role["name"]).pid
+    assert [e["name"] for e in found["engines"]] == list(ENGINES)
+    assert 2 <= found["step"] <= STEPS == found["total_steps"] and found["faults"] == 0
+    assert found["quorum"]["participants"] == len(found["quorum"]["members"]) == 2
+    assert found["versions"]["published"] >= found["step"]
+    assert [step for step, _ in found["curves"]["reward"]][:2] == [1, 2]
+    assert found["measured"]["outages"] == [] and found["unreadable_lines"] == 0
+    kinds = {e["kind"] for e in page["/api/events?after=0"].json()["events"]}
+    assert kinds >= {"run", "spawn", "ready", "commit", "publish"}
+
+
+@pytest.mark.row("K3")
+def test_metrics_were_there_for_every_picture_of_the_dashboard(done):
+    families = text_string_to_metric_families(done.live.page["/metrics"].text)
+    samples = {s.name: s.value for family in families for s in family.samples}
+    assert samples["rl_ft_engines_expected"] == 2 and samples["rl_ft_healthy"] == 1
+    assert samples["rl_ft_commits_total"] == samples["rl_ft_step"] >= 2
+    asked = {name for query in queries() for name in metric_names(query)}
+    # Nothing was dropped; ETTR and outages are of a look that may have been before the first commit.
+    late = ("rl_ft_ettr", "rl_ft_lost", "rl_ft_outage", "rl_ft_groups_dropped")
+    assert {name for name in asked if name not in samples and not name.startswith(late)} == set()
+
+
+def test_status_told_of_the_run(done):
+    lines = done.live.status.splitlines()
+    told = {line[:11].strip(): line[11:] for line in lines}
+    assert told["run"].startswith("training, step ")
+    assert "groups 2/2" in told["run"] or f"step {STEPS} of" in told["run"]
+    assert told["quorum"].startswith("1 at step ") and "no restarts" in told["faults"]
+    assert any(done.live.urls["supervisor"] in x for x in lines if x.startswith("role"))
+
+
 def test_engine_and_trainer_agree_on_log_probs(done):
     """On policy: age 0, and the engine's log-probs are those that the trainer computes."""
     for row in done.job.metrics():
@@ -340,6 +399,8 @@ def test_token_is_in_no_output(done):
     assert [f for f in files if token in f.read_bytes()] == []
     assert done.live.token not in done.job.out() + done.job.err()
     assert not [line for line in done.live.command_lines if done.live.token in line]
+    assert not [p for p, answer in done.live.page.items() if done.live.token in answer.text]
+    assert done.live.token not in done.live.status
 
 
 @pytest.mark.scenario("S-2")

@@ -70,6 +70,7 @@ def test_wheel_holds_the_package_with_configs_and_schema_and_nothing_else(wheel)
     for path in (ROOT / "torchtitan_rl_ft").rglob("*.json"):
         assert f"{path.relative_to(ROOT)}" in names
     assert "torchtitan_rl_ft/py.typed" in names
+    assert "torchtitan_rl_ft/observability/status_page.html" in names
     assert not any("fake" in name for name in names)
 
 

@@ -96,9 +96,9 @@ class RunCollector:
         yield _counter("commits", "commits", totals[Kind.COMMIT])
         yield _counter("refused_commits", "commits that were refused", totals[Kind.REFUSE])
         yield _counter("heals", "states taken from a peer", totals[Kind.HEAL])
-        yield _counter("faults", "faults of this life", state.faults)
+        yield _counter("faults", "faults", state.faults)
         yield _counter("warnings", "warnings", totals[Kind.WARN])
-        yield _counter("quorum_changes", "quorums", state.members.quorum_changes)
+        yield _counter("quorum_changes", "quorums with another id", state.members.quorum_changes)
         yield _counter("groups_issued", "prompt groups that were drawn", state.groups_issued)
         accepted = "prompt groups that were rolled out and rewarded"
         yield _counter("groups_accepted", accepted, totals[Kind.ACCEPT])

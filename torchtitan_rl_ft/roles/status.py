@@ -151,9 +151,9 @@ class Run:
         return self.state.to_json(self.now_mono_s) | {"measured": measured_json(self.measured)}
 
     def member(self, name: str) -> str:
-        """What a role or an engine does."""
-        members = self.state.members
-        found = members.roles.get(name) or members.engines.get(name)
+        """What a role does; of a group its first rank tells."""
+        group, _, rank = name.partition(".")
+        found = self.state.members.roles.get(group) if rank in ("", "0") else None
         return "" if found is None else f"  {member_text(found, self.now_mono_s)}"
 
 
