@@ -304,7 +304,7 @@ def test_metrics_were_there_for_every_picture_of_the_dashboard(done):
     assert samples["rl_ft_engines_expected"] == 2 and samples["rl_ft_healthy"] == 1
     assert samples["rl_ft_commits_total"] == samples["rl_ft_step"] >= 2
     asked = {name for query in queries() for name in metric_names(query)}
-    # Nothing was dropped; ETTR and outages are of a look that may have been before the first commit.
+    # Nothing was dropped; the look that ETTR and outages are of may have been before the commit.
     late = ("rl_ft_ettr", "rl_ft_lost", "rl_ft_outage", "rl_ft_groups_dropped")
     assert {name for name in asked if name not in samples and not name.startswith(late)} == set()
 
