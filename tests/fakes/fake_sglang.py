@@ -44,6 +44,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -203,6 +204,24 @@ class FakeEngine(Generation):
         self.cached = self.weights_hash()
         return web.Response(text="Cache flushed.\n")
 
+    # Profiles -------------------------------------------------------------------------------
+
+    profile: dict[str, Any] | None = None
+
+    async def start_profile(self, request: web.Request) -> web.Response:
+        if self.profile is not None:  # SGLang loses it
+            return web.Response(status=500, text="Internal Server Error")
+        self.profile = await request.json()
+        return web.Response(text="Start profiling.\n")
+
+    async def stop_profile(self, request: web.Request) -> web.Response:
+        if self.profile is None:
+            return web.Response(status=500, text="Internal Server Error")
+        folder, name = Path(self.profile["output_dir"]), self.profile["profile_id"]
+        self.profile = None
+        (folder / f"{name}-TP-0.trace.json.gz").write_bytes(gzip.compress(b"{}"))
+        return web.Response(text="Stop profiling. This will take some time.\n")
+
     # Memory ---------------------------------------------------------------------------------
 
     async def release(self, request: web.Request) -> web.Response:
@@ -266,6 +285,8 @@ class FakeEngine(Generation):
         app.router.add_post("/flush_cache", self.flush)
         app.router.add_post("/release_memory_occupation", self.release)
         app.router.add_post("/resume_memory_occupation", self.resume_memory)
+        app.router.add_post("/start_profile", self.start_profile)
+        app.router.add_post("/stop_profile", self.stop_profile)
         app.router.add_post("/fault", self.set_fault)
         app.router.add_get("/calls", self.log)
         return app

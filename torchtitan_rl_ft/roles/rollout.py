@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode, journaling
 from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.profile_steps import parse_steps
 from torchtitan_rl_ft.config.windows import groups_per_batch
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.loop_beats import beating
@@ -36,6 +37,7 @@ from torchtitan_rl_ft.rollout import plugins, schedule, service
 from torchtitan_rl_ft.rollout.dump_writer import DumpSettings, DumpWriter
 from torchtitan_rl_ft.rollout.dumps import ModelIdentity
 from torchtitan_rl_ft.rollout.engine_check import EngineCheck
+from torchtitan_rl_ft.rollout.engine_profiles import EngineProfiles
 from torchtitan_rl_ft.rollout.generation import ServingClient
 from torchtitan_rl_ft.rollout.group_rollout import GroupRollout, Sampling
 from torchtitan_rl_ft.rollout.initial_policy import announce_initial_policy
@@ -140,7 +142,14 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             await announce_initial_policy(
                 client, model_directory(resolved), folder.weights, _serving_limit_s(resolved)
             )
+        profiles = _engine_profiles(resolved, client, ledger, events)
+        if profiles is not None:
+            following = asyncio.create_task(profiles.follow(ledger.changed))
+            stack.callback(following.cancel)
         await driver.run()
+        if profiles is not None:
+            following.cancel()
+            await profiles.finish()
         await _linger(ledger, sections.recovery.batch_wait_timeout_s)
         code = _exit_code(ledger)
         if code == ExitCode.REQUEUE and not ledger.tip_saved():
@@ -381,6 +390,18 @@ def _sampling(resolved: Resolved) -> Sampling:
         partial_interval_tokens=resolved.sections.recovery.partial_interval_tokens,
         trace=resolved.sections.observability.trace_samples,
     )
+
+
+def _engine_profiles(
+    resolved: Resolved, client: ServingClient, ledger: Ledger, events: EventLog
+) -> EngineProfiles | None:
+    observing = resolved.sections.observability
+    if not observing.profile_engines:
+        return None
+    steps = parse_steps(observing.profile_steps)
+    folder = resolved.run_folder.profiles / f"engines_{steps[0]}-{steps[-1]}"
+    journal = ledger.journal
+    return EngineProfiles(client, steps, folder, lambda: journal.tip.step + 1, events)
 
 
 def _starvation(resolved: Resolved, events: EventLog) -> Starvation:

@@ -38,6 +38,8 @@ from torchtitan_rl_ft.serving.launch import (
 from torchtitan_rl_ft.serving.lending_routes import LendingRoutes
 from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership
 from torchtitan_rl_ft.serving.pool import PoolFailed
+from torchtitan_rl_ft.serving.profile_routes import ProfileRoutes
+from torchtitan_rl_ft.serving.profiles import EngineProfiles
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.serving.session_routes import SessionRoutes
@@ -168,6 +170,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
 
         routes = Routes(service, stop.set, ownership).table()
         routes += LendingRoutes(service, ownership).table()
+        routes += ProfileRoutes(EngineProfiles(lambda: service.pool.engines, events)).table()
         routes += SessionRoutes(
             ownership,
             lambda: len(list(service.pool.engines)),

@@ -21,6 +21,9 @@ GRACE_S = 10.0
 
 CHECK_GRACE_S = 1.0
 
+PROFILE_TIMEOUT_S = 180.0
+"""For all engines to begin, or to write their traces."""
+
 UNAVAILABLE_RETRY_S = 0.5
 """A serving role that was killed is back with its engines after 1 to 2 s: nobody sleeps longer."""
 
@@ -185,6 +188,13 @@ class ServingClient:
             "POST", "/v1/release", timeout_s=timeout_s + GRACE_S, json=body
         )
         return [int(slot) for slot in answer["released"]]
+
+    async def profile(self, action: str, folder: Path) -> list[int]:
+        """Start or stop the engines' profilers; the slots that did. Raises ServingUnavailable,
+        GenerationFailed."""
+        body = {"action": action, "folder": str(folder)}
+        answer = await self._request("POST", "/v1/profile", timeout_s=PROFILE_TIMEOUT_S, json=body)
+        return [int(slot) for slot in answer["slots"]]
 
     async def publish(
         self, step: int, token: str, path: Path, manifest_digest: str, timeout_s: float

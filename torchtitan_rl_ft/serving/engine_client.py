@@ -226,6 +226,20 @@ class EngineClient:
             path = "/resume_memory_occupation"
             await self._bytes("POST", path, {"tags": tags}, timeout_s)
 
+    # Profiles -----------------------------------------------------------------------------
+
+    async def start_profile(self, folder: str, name: str, timeout_s: float) -> None:
+        """Traces are written to `folder` when the profile is stopped; `name` begins their names.
+        Never twice: SGLang loses the first one."""
+        # Stacks and shapes make traces that take longer to write than the steps took.
+        body: dict[str, Any] = {"output_dir": folder, "profile_id": name}
+        body |= {"with_stack": False, "record_shapes": False}
+        await self._bytes("POST", "/start_profile", body, timeout_s)
+
+    async def stop_profile(self, timeout_s: float) -> None:
+        """Returns when the traces are written; the engine computes nothing meanwhile."""
+        await self._bytes("POST", "/stop_profile", None, timeout_s)
+
     # Transport ----------------------------------------------------------------------------
 
     async def _json(
