@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 from fakes.otlp_receiver import OtlpReceiver
-from trainer_run import TOKEN, TrainerRun
+from trainer_run import TOKEN, TrainerRun, steps_of
+
+from torchtitan_rl_ft.roles.trainer import free_port
 
 STEPS = 8
 KILLED_AT = 4
@@ -101,3 +103,24 @@ def test_profiled_steps_have_a_trace_of_each_rank(observed):
     )
     ranks = [f"trainer-{g}.0.json.gz" for g in range(2)]
     assert found == [f"step_{k}/{rank}" for k in (2, 3) for rank in ranks]
+
+
+@pytest.mark.timeout(240)
+def test_a_collector_that_is_not_there_costs_a_trainer_one_warning(tmp_path):
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    keys = {"otel__endpoint": endpoint, "otel__export_interval_s": 0.2}
+    with TrainerRun(tmp_path / "run", steps=3, groups=1, forked=True, **keys) as run:
+        pause = run.run.path / "pause-host"
+        pause.touch()
+        run.start_all()
+        run.wait_for(lambda: warnings(run), "the warning")
+        pause.unlink()
+        assert run.wait_exit("trainer-0") == [0], run.logs()
+        assert steps_of(run) == [1, 2, 3]
+        [warning] = warnings(run)
+        assert endpoint in warning["cause"] and "refused" in warning["cause"]
+
+
+def warnings(run):
+    told = [e for e in run.events("warn") if e["name"] == "trainer-0"]
+    return [e for e in told if "OpenTelemetry" in e["cause"]]

@@ -144,11 +144,10 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             )
         profiles = _engine_profiles(resolved, client, ledger, events)
         if profiles is not None:
-            following = asyncio.create_task(profiles.follow(ledger.changed))
-            stack.callback(following.cancel)
+            profiles.begin(ledger.changed)
+            stack.callback(profiles.cancel)
         await driver.run()
         if profiles is not None:
-            following.cancel()
             await profiles.finish()
         await _linger(ledger, sections.recovery.batch_wait_timeout_s)
         code = _exit_code(ledger)

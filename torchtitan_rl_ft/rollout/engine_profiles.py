@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
@@ -37,6 +38,7 @@ class EngineProfiles:
         self._over = any(folder.glob("*/*.trace.json.gz"))
         self._asked_at = 0
         self._said = ""
+        self._following: asyncio.Task[None] | None = None
 
     async def follow(self, changed: Callable[[float], Awaitable[None]]) -> None:
         """Until the range is over. `changed`: returns at the next commit, or after seconds."""
@@ -59,8 +61,16 @@ class EngineProfiles:
         elif past or self._asked_at:
             self._over = await self._ask("stop")
 
+    def begin(self, changed: Callable[[float], Awaitable[None]]) -> None:
+        self._following = asyncio.create_task(self.follow(changed))
+
+    def cancel(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+
     async def finish(self) -> None:
-        """The rollout role ends."""
+        """The last step is committed."""
+        self.cancel()
         if not self._over and self._asked_at:
             await self._ask("stop")
 
