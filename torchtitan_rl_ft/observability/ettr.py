@@ -17,6 +17,7 @@ Start-up counts in neither. What a slot loses has a cause: the phase of an outag
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 import statistics
@@ -226,9 +227,13 @@ class Settled:
     weights: dict[str, float]
     past: Past
 
-    @property
+    @functools.cached_property
     def all_entries(self) -> list[Entry]:
         return self.past.entries + self.entries
+
+    @functools.cached_property
+    def _sums(self) -> dict[str, _Sums]:
+        return {kind: _Sums(self.all_entries, kind) for kind in ("strict", "paper")}
 
     @property
     def calm_s(self) -> list[float]:
@@ -249,7 +254,7 @@ class Settled:
 
     def _figure(self, kind: str) -> Figure:
         entries = self.all_entries
-        sums = _Sums(entries, kind)
+        sums = self._sums[kind]
         lost_s: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(CAUSES, 0.0))
         for entry in entries:
             if not getattr(entry, kind):
@@ -275,7 +280,7 @@ class Settled:
         return min(1.0, counted_s / slot_s) * steps_s / total_s if slot_s > 0 else 0.0
 
     def samples(self, window_s: float, every_s: float) -> list[EttrSample]:
-        strict, paper = _Sums(self.all_entries, "strict"), _Sums(self.all_entries, "paper")
+        strict, paper = self._sums["strict"], self._sums["paper"]
         count = math.ceil((self.end_s - self.start_s) / every_s - 1e-9)
         found = []
         for i in range(1, count + 1):

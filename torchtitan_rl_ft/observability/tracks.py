@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 
@@ -70,9 +71,11 @@ def newest(segments: Iterable[Segment]) -> list[Segment]:
 
 def union(segments: Iterable[Segment]) -> list[Segment]:
     """Where any of the segments is."""
-    return newest(Segment(s.start_s, s.end_s) for s in segments)
-
-
-def seconds(track: Track, since_s: float, until_s: float) -> float:
-    """Of a track within [since_s, until_s]."""
-    return sum(max(0.0, min(s.end_s, until_s) - max(s.start_s, since_s)) for s in track)
+    found: list[Segment] = []
+    for s in sorted((s for s in segments if s[1] > s[0]), key=itemgetter(0)):
+        if found and s[0] <= found[-1][1]:
+            if s[1] > found[-1][1]:
+                found[-1] = Segment(found[-1][0], s[1])
+        else:
+            found.append(Segment(s[0], s[1]))
+    return found
