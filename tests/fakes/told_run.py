@@ -25,9 +25,9 @@ class ToldRun:
         folder.path.mkdir(parents=True, exist_ok=True)
 
     def tell(
-        self, name: str, kind: Kind, *, at_s: float | None = None, pid: int = 100, **fields: Any
+        self, name: str, kind: Kind, *, at_s: float | None = None, by: int = 100, **fields: Any
     ) -> None:
-        """`at_s`: since the start of the run."""
+        """`at_s`: since the start of the run. `by`: the process that tells."""
         mono_s = time.monotonic() if at_s is None else self.start_s + at_s
         own = {k: fields.pop(k) for k in ("phase", "cause", "step", "version") if k in fields}
         line = {
@@ -37,7 +37,7 @@ class ToldRun:
             "role": "trainer" if name.startswith("trainer") else name,
             "name": name,
             "attempt": 1,
-            "pid": pid,
+            "pid": by,
             "kind": kind,
             **own,
             "data": fields,
@@ -57,7 +57,7 @@ class ToldRun:
 
     def write(self) -> None:
         """All of it until now."""
-        self.tell("supervisor", Kind.RUN, at_s=0.0, pid=1, phase="start")
+        self.tell("supervisor", Kind.RUN, at_s=0.0, by=1, phase="start")
         for i, name in enumerate(("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")):
             self.tell("supervisor", Kind.SPAWN, at_s=0.1, subject=name, pid=10 + i, log="/log")
         for name in ("lighthouse", "serving", "rollout"):
@@ -80,9 +80,9 @@ class ToldRun:
             trainer, pid = f"trainer-{g}", 13 + g
             quorum = {"quorum_id": 2 if alone else 3 if step >= 16 else 1}
             known = {"members": MEMBERS[:groups], "participants": groups, "rank": g}
-            self.tell(trainer, Kind.QUORUM, at_s=at_s + 1.0, pid=pid, step=step, **quorum, **known)
+            self.tell(trainer, Kind.QUORUM, at_s=at_s + 1.0, by=pid, step=step, **quorum, **known)
             for phase, after_s in (("forward_backward", 1.1), ("commit", 2.5), ("report", 2.9)):
-                self.tell(trainer, Kind.PHASE, at_s=at_s + after_s, pid=pid, phase=phase, step=step)
+                self.tell(trainer, Kind.PHASE, at_s=at_s + after_s, by=pid, phase=phase, step=step)
         self.tell("rollout", Kind.COMMIT, at_s=at_s + 2.8, step=step, participants=groups)
         self.tell("serving", Kind.PUBLISH, at_s=at_s + 2.85, step=step, version=step + 1)
         if step == 7:
@@ -111,7 +111,7 @@ class ToldRun:
         self.tell("supervisor", Kind.EXIT, at_s=at_s, phase="fault", **lost)
         self.tell("supervisor", Kind.RESTART, at_s=at_s, phase="role", attempt=2, **lost)
         self.tell("supervisor", Kind.SPAWN, at_s=at_s + 0.1, subject="trainer-1", pid=14)
-        self.tell("trainer-1", Kind.PHASE, at_s=at_s + 8.0, pid=14, phase="attach", step=12)
+        self.tell("trainer-1", Kind.PHASE, at_s=at_s + 8.0, by=14, phase="attach", step=12)
         healed = {"source": "trainer-0", "bytes": 1000, "quorum_s": 0.1}
         times = {"transfer_s": 0.1, "load_s": 0.1, "from_step": 0}
-        self.tell("trainer-1", Kind.HEAL, at_s=at_s + 12.5, pid=14, step=15, **healed, **times)
+        self.tell("trainer-1", Kind.HEAL, at_s=at_s + 12.5, by=14, step=15, **healed, **times)

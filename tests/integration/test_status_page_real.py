@@ -105,6 +105,8 @@ async def test_the_page_shows_the_run(served, devtools, tmp_path):
         assert await tab.run("document.querySelectorAll('#ettr polyline').length") == 4
         assert await tab.run("document.title") == f"step {STEPS}/{2 * STEPS} · run-1"
         assert "A LOG" not in text
+        pids = "[...document.querySelectorAll('#engines tr')].map((r) => r.cells[4].textContent)"
+        assert await tab.run(pids) == ["20", "31"]
         assert (await tab.picture(tmp_path / "wide.png")).startswith(b"\x89PNG")
         assert tab.problems == []
 
