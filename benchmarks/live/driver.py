@@ -57,7 +57,6 @@ class Ran:
 
     folder: Path
     restarts: list[Restart]
-    injected: int
 
 
 class _OneRun(Memory):
@@ -68,7 +67,7 @@ class _OneRun(Memory):
 
 
 @contextlib.contextmanager
-def injecting(job: Job, trace: Sequence[TraceFault]) -> Iterator[_OneRun]:
+def injecting(job: Job, trace: Sequence[TraceFault]) -> Iterator[None]:
     """The faults of `trace` strike the job meanwhile. Raises what the injector raised."""
     folder = job.folder
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -76,19 +75,19 @@ def injecting(job: Job, trace: Sequence[TraceFault]) -> Iterator[_OneRun]:
     names = [f"engine-{i}" for i in range(ENGINES)] + [f"trainer-{g}" for g in range(GROUPS)]
     targets = Targets(folder, names, lambda: None, seed=0)
     schedule = Schedule(keyed([plan.parse(f.line) for f in trace]), time.monotonic())
-    memory = _OneRun(folder)
+    injector = Injector(folder, schedule, targets, _OneRun(folder), events)
     stop, errors = threading.Event(), []
 
     def run() -> None:
         try:
-            Injector(folder, schedule, targets, memory, events).run(stop)
+            injector.run(stop)
         except Exception as e:
             errors.append(e)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield memory
+        yield
     finally:
         stop.set()
         thread.join()
@@ -153,7 +152,7 @@ def run(arm: Arm, trace: Sequence[TraceFault], folder: Path) -> Ran:
     """Raises ArmFailed."""
     end = time.monotonic() + STEP_LIMIT_S * arm.steps
     restarts: list[Restart] = []
-    with Job(folder / "run") as job, injecting(job, trace) as memory:
+    with Job(folder / "run") as job, injecting(job, trace):
         try:
             if arm.strategy == "full_restart":
                 _restarting(job, arm, restarts, end)
@@ -164,8 +163,7 @@ def run(arm: Arm, trace: Sequence[TraceFault], folder: Path) -> Ran:
             raise ArmFailed(str(e)) from None
         if job.step() != arm.steps:
             raise ArmFailed(f"ended at step {job.step()} of {arm.steps}\n{job.story()}")
-        struck = [f for f in keyed([plan.parse(f.line) for f in trace]) if memory.struck(f.key)]
-        return Ran(job.folder.path, restarts, len(struck))
+        return Ran(job.folder.path, restarts)
 
 
 def _end(job: Job, end_mono_s: float) -> None:

@@ -201,6 +201,30 @@ def test_ettr_of_a_job_with_faults_is_what_a_count_by_hand_says(job):
     print("\n".join(f"{name:<11}{text}" for name, text in ettr_rows(found)))
 
 
+@pytest.mark.row("M5")
+def test_a_trainer_and_an_engine_are_killed_together(job):
+    """Nothing else is started again; no sample is lost or trained twice, and no engine, old or
+    new, ever serves an older policy than before."""
+    victims = {"trainer-0", "engine-1"}
+    before, killed_mono_s = lives(job), time.monotonic()
+    for name in sorted(victims):
+        faults.kill(before[name], whole_tree=True)
+    job.wait_for(lambda: changed(job, before) == victims, f"{victims} to be started", 60)
+    for name in victims:
+        job.wait_for(lambda n=name: back(job, n, killed_mono_s), f"{name} to be back", 90)
+    settle(job)
+    go_on(job)
+    assert changed(job, before) == victims
+    check_history(job)
+    installed: dict[int, list[int]] = {}
+    for event in job.events(Kind.INSTALL):
+        installed.setdefault(event.data["slot"], []).append(event.version)
+    assert all(versions == sorted(versions) for versions in installed.values())
+    stall = stall_s(job, killed_mono_s)
+    print(f"trainer-0 and engine-1 killed: no commit for {stall:.1f} s")
+    assert stall < 15
+
+
 def test_stopped_trainer_comes_back(job):
     """The others go on without it; it takes their state when it wakes, or a new process does."""
     before, stopped_mono_s = lives(job), time.monotonic()
