@@ -17,7 +17,7 @@ from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.ettr import Ettr, measure
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.lives import lives
-from torchtitan_rl_ft.observability.outages import PHASES, Outage
+from torchtitan_rl_ft.observability.outage import PHASES, Outage
 from torchtitan_rl_ft.run_folder import RunFolder
 
 WORK = (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN)

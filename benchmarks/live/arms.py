@@ -20,11 +20,13 @@ GROUPS, ENGINES = 2, 2
 
 @dataclass(frozen=True)
 class Load:
-    """What makes a step as long as it is: prompt groups, samples of each, tokens of an answer."""
+    """What makes a step as long as it is: prompt groups, samples of each, tokens of an answer at
+    most; and whether rollouts wait for the step before (rl.mode)."""
 
     prompt_groups: int
     samples: int
     response_tokens: int
+    mode: Literal["sync", "async"] = "async"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -33,12 +35,15 @@ class Load:
             *("--rl.samples_per_prompt", str(self.samples)),
             *("--rollout.max_response_tokens", str(self.response_tokens)),
             *("--training.seq_len", str(16 + self.response_tokens)),
+            *("--rl.mode", self.mode),
+            *("--rl.max_policy_age", "1" if self.mode == "async" else "0"),
         )
 
 
 LOADS = {
-    "short": Load(64, 16, 16),
-    "long": Load(128, 32, 16),
+    "short": Load(64, 16, 48),
+    "long": Load(128, 16, 48),
+    "sync": Load(64, 16, 48, "sync"),
 }
 
 
@@ -100,18 +105,18 @@ def config_hash(arm: Arm, trace: Sequence[TraceFault]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def plan(*, quick: bool, seeds: Sequence[int] | None = None) -> list[Arm]:
+def plan(*, quick: bool, seeds: Sequence[int] | None = None, steps: int | None = None) -> list[Arm]:
     """All arms in the order of running: what others take their trace from comes first."""
+    first, *more = seeds or ((0,) if quick else (0, 1, 2))
     if quick:
-        return _arms("short", 40, (seeds or [0])[0], with_cold=False)
-    arms = []
-    for seed in seeds or (0, 1, 2):
-        arms += _arms("short", 100, seed, with_cold=True)
-    first = (seeds or [0])[0]
-    return arms + [a for a in _arms("long", 50, first, with_cold=False) if a.faults != "all_roles"]
+        return _arms("short", steps or 40, first)
+    arms = [a for seed in (first, *more) for a in _arms("short", steps or 100, seed, cold=True)]
+    for load in ("long", "sync"):
+        arms += [a for a in _arms(load, steps or 50, first) if a.faults != "all_roles"]
+    return arms
 
 
-def _arms(load: str, steps: int, seed: int, *, with_cold: bool) -> list[Arm]:
+def _arms(load: str, steps: int, seed: int, *, cold: bool = False) -> list[Arm]:
     def arm(strategy: Strategy, faults: Faults, every: int = 1, standby: str = "none") -> Arm:
         return Arm(strategy, faults, load, steps, seed, every, standby)
 
@@ -120,7 +125,7 @@ def _arms(load: str, steps: int, seed: int, *, with_cold: bool) -> list[Arm]:
         arm("role_isolated", "trainers", standby="spare"),
         arm("full_restart", "trainers"),
         arm("full_restart", "trainers", every=5),
-        *([arm("role_isolated", "trainers")] if with_cold else []),
+        *([arm("role_isolated", "trainers")] if cold else []),
         arm("role_isolated", "all_roles", standby="spare"),
         arm("full_restart", "all_roles"),
     ]

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.live.accounts import outage_phases, restart_phases, rewound
 from benchmarks.live.driver import Restart
 from torchtitan_rl_ft.observability.events import Event, Kind
-from torchtitan_rl_ft.observability.outages import Outage
+from torchtitan_rl_ft.observability.outage import Outage
 
 
 def event(mono_s: float, kind: Kind, *, phase=None, step=None, **data) -> Event:

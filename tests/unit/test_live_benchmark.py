@@ -71,6 +71,7 @@ def test_the_plan_has_each_arm_once_and_first_what_others_are_placed_by():
         } <= strategies
     assert {a.seed for a in plan(quick=False)} == {0, 1, 2}
     assert {a.load for a in plan(quick=False)} == set(LOADS)
+    assert {a.steps for a in plan(quick=False, steps=12)} == {12}
 
 
 def test_the_baseline_loses_its_rollouts_and_has_no_standby():
