@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.live.arms import LOADS, Arm, config_hash
-from benchmarks.live.driver import Ran, Restart
+from benchmarks.live.driver import DISCARDED, Ran, Restart
 from benchmarks.live.trace import TraceFault
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.ettr import Ettr, measure
@@ -19,6 +19,9 @@ from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.lives import lives
 from torchtitan_rl_ft.observability.outage import PHASES, Outage
 from torchtitan_rl_ft.run_folder import RunFolder
+
+TOO_OLD = "too old"
+"""How the reason of such a drop begins (rollout/sealing.py)."""
 
 WORK = (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN)
 """With one of these a life of a job begins to work."""
@@ -38,12 +41,12 @@ def account(arm: Arm, trace: Sequence[TraceFault], ran: Ran) -> dict[str, Any]:
     if struck != len(trace):
         raise ValueError(f"{folder.path}: {struck} of {len(trace)} faults struck")
     recoveries = restart_phases(events, ran.restarts) if restarts else outage_phases(found.outages)
-    journal = None if restarts else LedgerReport.of(folder.journal)
     return {
         "key": key_of(arm),
         "config_hash": config_hash(arm, trace),
         **asdict(arm),
         "name": arm.name,
+        "mode": LOADS[arm.load].mode,
         "trace": [fault.to_json() for fault in trace],
         "wall_s": found.wall_s,
         "startup_s": found.startup_s,
@@ -59,7 +62,7 @@ def account(arm: Arm, trace: Sequence[TraceFault], ran: Ran) -> dict[str, Any]:
         },
         "recoveries": {role: len(each) for role, each in recoveries.items()},
         "restarts_of_the_job": len(ran.restarts),
-        "samples": samples(arm, events, journal),
+        "samples": samples(arm, LedgerReport.of(folder.journal)),
     }
 
 
@@ -72,8 +75,8 @@ def figures(found: Ettr, field: str) -> dict[str, Any]:
 
 
 def rewound(events: Sequence[Event]) -> list[Event]:
-    """As a ledger with a journal would have told it: where a life begins behind the tip of the one
-    before, the steps between are superseded, and their commits do not count."""
+    """Where a life begins behind the tip of the one before, the steps between are superseded: their
+    commits do not count, nor the rollouts of their batches, which are rolled out again."""
     found: list[Event] = []
     for life in lives(events):
         steps = [e.step for e in life.events if e.kind is Kind.COMMIT and e.step is not None]
@@ -93,7 +96,7 @@ def rewound(events: Sequence[Event]) -> list[Event]:
 def _supersede(begin: Event, from_step: int, to_step: int) -> Event:
     fields = asdict(begin) | {"kind": Kind.SUPERSEDE, "phase": None, "role": "rollout"}
     fields |= {"name": "rollout", "data": {"from_step": from_step, "to_step": to_step}}
-    fields |= {"cause": "no journal"}
+    fields |= {"cause": DISCARDED}
     return Event(**fields)
 
 
@@ -149,16 +152,16 @@ def medians(phases: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(p[name] for p in phases) for name in phases[0]}
 
 
-def samples(arm: Arm, events: Sequence[Event], journal: LedgerReport | None) -> dict[str, int]:
-    """trained: in the committed history. lost: accepted, and in no committed batch (with a journal:
-    dropped, or missing from the accounts, which hold)."""
-    load = LOADS[arm.load]
-    wanted = arm.steps * load.prompt_groups * load.samples
-    if journal is None:
-        accepted = sum(e.kind is Kind.ACCEPT for e in events) * load.samples
-        return {"trained": wanted, "lost": max(0, accepted - wanted)}
+def samples(arm: Arm, journal: LedgerReport) -> dict[str, int]:
+    """As `torchtitan report --ledger` has it. trained: in the committed history. too_old: dropped
+    for the age of their policy, as without faults. lost: dropped for anything else, or missing.
+    Raises ValueError: the accounts do not hold."""
     if journal.audit.problems:
         raise ValueError(f"{journal.folder}: {journal.audit.problems}")
+    load = LOADS[arm.load]
+    dropped = Counter({TOO_OLD: 0, "": 0})
+    for reason, groups in journal.audit.dropped.items():
+        dropped[TOO_OLD if reason.startswith(TOO_OLD) else ""] += groups * load.samples
     trained = sum(c.samples for c in journal.audit.history)
-    dropped = sum(journal.audit.dropped.values()) * load.samples
-    return {"trained": trained, "lost": dropped + abs(wanted - trained)}
+    missing = abs(arm.steps * load.prompt_groups * load.samples - trained)
+    return {"trained": trained, "lost": dropped[""] + missing, "too_old": dropped[TOO_OLD]}

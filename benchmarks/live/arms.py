@@ -36,7 +36,7 @@ class Load:
             *("--rollout.max_response_tokens", str(self.response_tokens)),
             *("--training.seq_len", str(16 + self.response_tokens)),
             *("--rl.mode", self.mode),
-            *("--rl.max_policy_age", "1" if self.mode == "async" else "0"),
+            *("--rl.max_policy_age", "2" if self.mode == "async" else "0"),
         )
 
 
@@ -86,7 +86,7 @@ class Arm:
             *LOADS[self.load].keys,
         ]
         if self.strategy == "full_restart":
-            keys += ["--rollout.journal", "false"]  # rollout progress is lost
+            keys += ["--recovery.partial_interval_tokens", "0"]  # rollout progress is lost
         elif self.strategy == "role_isolated":
             keys += ["--recovery.standby", self.standby]
             if self.faults == "all_roles" and self.standby == "spare":

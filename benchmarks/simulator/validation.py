@@ -3,7 +3,8 @@
 `ettr_live.json` has `arms` (benchmarks/live/accounts.py), of which are read: `strategy`, `load`,
 `trace` (`[{"at_s"} or {"step", "phase_offset_s"}, "subject"]`), `steps`, `step_s`, `recovery`
 (`{role: {phase: seconds}}`; role `job` where it was started again as a whole), `startup_s`, `ettr`
-(`{"strict", "paper"}`), `wall_s`, `seed`, `checkpoint_every_steps`.
+(`{"strict", "paper"}`), `wall_s`, `seed`, `checkpoint_every_steps`, `mode` (of rollouts and
+training; sync where it is missing).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ OUTAGE_PHASES = ("detect", "restart", "reconnect")
 JOB_PHASES = ("detect", "restart")
 """Until work begins. What is done again is simulated; of a job, so is its first batch."""
 
-MODE: Mode = "sync"  # of the debug job, as all of these
 ROLLOUT_SHARE = 0.5  # assumption: of a step; faults of either role are equally likely to hit it
 
 NO_FAULT = "no_fault"
@@ -53,6 +53,7 @@ class Arm:
     paper: float
     wall_s: float
     seed: int
+    mode: Mode = "sync"
     load: str = ""
     """What makes a step as long as it is: arms of one load have one kind of step."""
 
@@ -87,6 +88,7 @@ class Arm:
                 float(data["ettr"]["paper"]),
                 float(data["wall_s"]),
                 int(data["seed"]),
+                _mode(str(data.get("mode", "sync"))),
                 str(data.get("load", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -107,6 +109,11 @@ def _fault(data: Mapping[str, Any]) -> Fault:
 def _role(text: str) -> Role:
     roles: dict[str, Role] = {"trainer": "trainer", "engine": "engine", "rollout": "rollout"}
     return roles[text]
+
+
+def _mode(text: str) -> Mode:
+    modes: dict[str, Mode] = {"sync": "sync", "async": "async"}
+    return modes[text]
 
 
 @dataclass(frozen=True)
@@ -166,10 +173,11 @@ def busy_share(arms: Sequence[Arm]) -> float | None:
 
 def predict(arm: Arm) -> Result:
     """Recovery times, start-up and step time are measured; what faults make of them is not."""
+    overlap = arm.mode == "async"
     work = Workload(
-        MODE,
-        rollout_s=ROLLOUT_SHARE * arm.step_s,
-        train_s=(1 - ROLLOUT_SHARE) * arm.step_s,
+        arm.mode,
+        rollout_s=arm.step_s * (1 if overlap else ROLLOUT_SHARE),
+        train_s=arm.step_s * (1 if overlap else 1 - ROLLOUT_SHARE),
         steps=arm.steps,
         sync_s=0.0,  # inside the measured step
         save_blocking_s=0.0,

@@ -77,11 +77,11 @@ def test_the_plan_has_each_arm_once_and_first_what_others_are_placed_by():
 def test_the_baseline_loses_its_rollouts_and_has_no_standby():
     keys = replace(ARM, strategy="full_restart", standby="none").keys
     told = dict(zip(keys[::2], keys[1::2], strict=True))
-    assert told["--rollout.journal"] == "false" and "--recovery.standby" not in told
+    assert told["--recovery.partial_interval_tokens"] == "0" and "--recovery.standby" not in told
     ours = dict(zip(ARM.keys[::2], ARM.keys[1::2], strict=True))
-    assert ours["--recovery.standby"] == "spare" and "--rollout.journal" not in ours
+    assert ours["--recovery.standby"] == "spare" and told["--rollout.retain_ttl"] == "0"
     differ = {k for k in told.keys() | ours.keys() if told.get(k) != ours.get(k)}
-    assert differ == {"--rollout.journal", "--recovery.standby"}
+    assert differ == {"--recovery.partial_interval_tokens", "--recovery.standby"}
 
 
 def test_a_hash_is_of_the_arm_and_its_trace():
