@@ -1,7 +1,7 @@
 """What faults cost a real job, by how they are handled: the same trace against each strategy.
 
     python -m benchmarks.ettr_live [--quick] [--seeds N ...] [--steps N] [--only TEXT] [--out FILE]
-                                   [--verify]
+                                   [--keep FOLDER] [--verify]
 
 Real jobs of the debug configuration, with real SGLang and real torchft, two trainer groups and two
 engines, a checkpoint at every step. Strategies:
@@ -92,8 +92,8 @@ def trace_of(arm: Arm, results: Results) -> list[TraceFault]:
     )
 
 
-def measure(arms: list[Arm], results: Results) -> list[str]:
-    """Run what has not been run; what failed, one line each."""
+def measure(arms: list[Arm], results: Results, keep: Path | None = None) -> list[str]:
+    """Run what has not been run; what failed, one line each. Run folders stay in `keep`."""
     failed = []
     for i, arm in enumerate(arms):
         try:
@@ -101,7 +101,7 @@ def measure(arms: list[Arm], results: Results) -> list[str]:
             saved = results.find(config_hash(arm, trace))
             if saved is None:
                 print(f"[{i + 1}/{len(arms)}] {key_of(arm)} ...", flush=True)
-                saved = run_one(arm, trace)
+                saved = run_one(arm, trace, keep)
                 results.put(saved)
         except (ArmFailed, ValueError) as e:
             failed.append(f"{key_of(arm)}: {str(e).splitlines()[0]}")
@@ -111,11 +111,13 @@ def measure(arms: list[Arm], results: Results) -> list[str]:
     return failed
 
 
-def run_one(arm: Arm, trace: list[TraceFault]) -> dict[str, Any]:
+def run_one(arm: Arm, trace: list[TraceFault], keep: Path | None = None) -> dict[str, Any]:
     """Raises ArmFailed, ValueError."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ettr_live_") as temp:
-        saved = account(arm, trace, run(arm, trace, Path(temp)))
+        folder = (keep or Path(temp)) / key_of(arm).replace("/", "-")
+        folder.mkdir(parents=True)
+        saved = account(arm, trace, run(arm, trace, folder))
     return {**saved, "took_s": round(time.monotonic() - began, 1)}
 
 
@@ -140,6 +142,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--steps", type=int, help="of each arm, instead of 100 (or 50, or 40)")
     parser.add_argument("--only", default="", help="arms whose key has this text, and no_fault")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the run folders to stay in")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--verify", action="store_true")
     args = parser.parse_args()
@@ -151,7 +154,7 @@ def main() -> int:
     except ValueError as e:
         print(f"ettr_live: error: {e}", file=sys.stderr)
         return 2
-    failed = measure(arms, results)
+    failed = measure(arms, results, args.keep)
     found = tables.rows(results.arms)
     print("\n".join(table(found)))
     if found:

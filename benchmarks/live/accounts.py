@@ -94,8 +94,8 @@ def rewound(events: Sequence[Event]) -> list[Event]:
 
 
 def _supersede(begin: Event, from_step: int, to_step: int) -> Event:
-    fields = asdict(begin) | {"kind": Kind.SUPERSEDE, "phase": None, "role": "rollout"}
-    fields |= {"name": "rollout", "data": {"from_step": from_step, "to_step": to_step}}
+    fields = asdict(begin) | {"kind": Kind.SUPERSEDE, "phase": None, "role": "benchmark"}
+    fields |= {"name": "benchmark", "data": {"from_step": from_step, "to_step": to_step}}
     fields |= {"cause": DISCARDED}
     return Event(**fields)
 

@@ -36,6 +36,8 @@ from job_run import SUPERVISOR, Job  # noqa: E402
 POLL_S = 0.01
 """The most by which an exit is noticed late; our supervisor needs no longer than that either."""
 
+DEATH_LIMIT_S, DEATH_POLL_S = 30.0, 0.005
+
 STEP_LIMIT_S = 60.0
 """No arm may take longer than this for each of its steps, restarts included."""
 
@@ -232,5 +234,11 @@ def _end_at_once(job: Job) -> None:
     supervisor = job.processes[SUPERVISOR]
     supervisor.kill()
     supervisor.wait()
-    for member in {*job.alive(), *job.session_processes()}:
+    members = {*job.alive(), *job.session_processes()}
+    for member in members:
         process.kill(member)
+    end = time.monotonic() + DEATH_LIMIT_S
+    while any(m.alive() for m in members):
+        if time.monotonic() > end:
+            raise ArmFailed(f"not dead {DEATH_LIMIT_S:g} s after SIGKILL\n{job.story()}")
+        time.sleep(DEATH_POLL_S)
