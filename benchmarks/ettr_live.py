@@ -28,8 +28,8 @@ old at most), and about as many steps go by in a restart as the paper's 80 again
 that the strict ratio is near one half without any fault. Answers keep their length, since nothing
 is learned (lr 1e-9).
 
---quick: 40 steps, one seed, the short load: less than 20 minutes on two idle cores. The full run
-takes about two hours. Every arm is saved when it is over, and one with the same configuration is
+--quick: 30 steps, one seed, the short load: less than 20 minutes on two idle cores. The full run
+takes about three hours. Every arm is saved when it is over, and one with the same configuration is
 not run again: a run that was cut off goes on. Aims: strict ETTR at 10 % at least 20 points above
 full restart; a fifth of its recovery time; no sample lost.
 """
@@ -140,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+")
-    parser.add_argument("--steps", type=int, help="of each arm, instead of 100 (or 50, or 40)")
+    parser.add_argument("--steps", type=int, help="of each arm, instead of 100 (or 50, or 30)")
     parser.add_argument("--only", default="", help="arms whose key has this text, and no_fault")
     parser.add_argument("--keep", type=Path, help="an empty folder for the run folders to stay in")
     parser.add_argument("--out", type=Path)

@@ -109,7 +109,7 @@ def plan(*, quick: bool, seeds: Sequence[int] | None = None, steps: int | None =
     """All arms in the order of running: what others take their trace from comes first."""
     first, *more = seeds or ((0,) if quick else (0, 1, 2))
     if quick:
-        return _arms("short", steps or 40, first)
+        return _arms("short", steps or 30, first)
     arms = [a for seed in (first, *more) for a in _arms("short", steps or 100, seed, cold=True)]
     for load in ("long", "sync"):
         arms += [a for a in _arms(load, steps or 50, first) if a.faults != "all_roles"]
