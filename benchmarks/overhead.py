@@ -235,7 +235,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     told = figures(measure(2 if args.quick else args.rounds, args.steps))
-    print(f"added {told['added_ms']:.1f} ms of {statistics.fmean(told['off_ms']):.1f} ms per step")
+    error = "" if told["added_error_ms"] is None else f" +- {told['added_error_ms']:.1f}"
+    print(
+        f"added {told['added_ms']:.1f}{error} ms of {statistics.fmean(told['off_ms']):.1f} ms per "
+        f"step, {told['cpu_on_ms'] - told['cpu_off_ms']:.0f} of {told['cpu_off_ms']:.0f} ms of CPU"
+    )
     aims = {
         "added_percent": Aim(told["added_percent"], 2.0),
         "off_ms": Aim(statistics.fmean(told["off_ms"]), 1000.0, at_most=False),
