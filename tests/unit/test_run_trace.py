@@ -13,6 +13,7 @@ import pytest
 from tests.fakes.trace_events import Invalid, check, load
 from torchtitan_rl_ft.cli import main
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
+from torchtitan_rl_ft.observability.outages import outages
 from torchtitan_rl_ft.observability.trace import TraceReport, write_trace
 
 WALL_S = 1.7e9
@@ -32,6 +33,8 @@ class History:
 
     def tell(self, name: str, kind: Kind, pid: int = 1, **fields: Any) -> History:
         known = {k: fields.pop(k) for k in ("phase", "cause", "step", "version") if k in fields}
+        if "subject" in fields:
+            fields["pid"] = pid
         self.events.append(
             Event(
                 wall_s=self.wall_s,
@@ -172,6 +175,30 @@ def test_what_is_not_over_is_ended_and_said(path: Path) -> None:
     assert {e["id"] for e in events if e["ph"] == "b" and e["name"] == "not trained"} == {"2.0"}
     assert {e["id"] for e in events if e["ph"] == "b" and e["name"] == "dropped"} == {"3.0"}
     assert {"unfinished": True} in [e["args"] for e in events if e["ph"] == "E" and "args" in e]
+
+
+@pytest.mark.row("K1")
+def test_an_outage_is_a_slice_with_its_phases(path: Path) -> None:
+    history = History().start().step(1, 1, [1])
+    died = {"subject": "trainer-0", "phase": "fault", "cause": "SIGKILL"}
+    history.tell("supervisor", Kind.EXIT, pid=20, **died)
+    history.later(1).tell("supervisor", Kind.SPAWN, subject="trainer-0", pid=21)
+    history.later(2).tell("trainer-0", Kind.PHASE, pid=21, phase="attach", step=2)
+    history.later(1).tell("trainer-0", Kind.QUORUM, pid=21, step=2)
+    history.later(1).tell("trainer-0", Kind.PHASE, pid=21, phase="report", step=2)
+    report = history.write(path)
+    check(path)
+    [outage] = outages(history.events)
+    events = load(path)["traceEvents"]
+    [pid] = [e["pid"] for e in events if e.get("args") == {"name": "faults"}]
+    slices = [e for e in events if e["pid"] == pid and e["ph"] in "BE"]
+    assert report.faults == 1 and slices[0]["name"] == outage.cause
+    inside = zip(slices[1:-1:2], slices[2:-1:2], strict=True)
+    took_us = {b["name"]: e["ts"] - b["ts"] for b, e in inside}
+    phase_us = {p: s * 1e6 for p, s in outage.phase_s.items() if s > 0}
+    assert took_us == pytest.approx(phase_us, abs=2)
+    whole_us = slices[-1]["ts"] - slices[0]["ts"]
+    assert sum(took_us.values()) == whole_us == pytest.approx(outage.total_s * 1e6, abs=2)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl_ft.observability.events import Event
-
-WALL_JUMP_S = 1.0
-"""Wall and monotonic clock that drift apart by more: the wall clock was set."""
+from torchtitan_rl_ft.observability.lives import WALL_JUMP_S
 
 RESTART_BACK_S = 5.0
 """A monotonic clock that goes back by more while the wall clock does not: another boot."""
@@ -19,12 +17,17 @@ class Timeline:
         self._shift_s: float | None = None  # from the monotonic clock to the axis
         self._newest: Event | None = None
         self._drift_s = 0.0  # wall - monotonic
+        self._former_shift_s = 0.0
         self.clocks = 1
         self.wall_jumps = 0
 
     def us(self, mono_s: float) -> int:
         """Of the present monotonic clock; never negative."""
         return max(0, round((mono_s + (self._shift_s or 0.0)) * 1e6))
+
+    def former_us(self, mono_s: float) -> int:
+        """Of the clock before the present one."""
+        return max(0, round((mono_s + self._former_shift_s) * 1e6))
 
     def add(self, event: Event) -> str | None:
         """Take the next event in; what is worth telling of its clocks."""
@@ -45,6 +48,7 @@ class Timeline:
         drift_s = event.wall_s - event.mono_s
         if back_s > RESTART_BACK_S and passed_s > -back_s + RESTART_BACK_S:
             gap_s = max(0.0, passed_s)
+            self._former_shift_s = self._shift_s
             self._shift_s += newest.mono_s - event.mono_s + gap_s
             self._newest, self._drift_s = None, drift_s
             self.clocks += 1

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
+from torchtitan_rl_ft.observability.fault_trace import FaultTrace
+from torchtitan_rl_ft.observability.lives import BEGINNINGS
 from torchtitan_rl_ft.observability.sample_trace import SampleTrace
 from torchtitan_rl_ft.observability.timeline import Timeline
 from torchtitan_rl_ft.observability.trace_format import (
@@ -24,8 +26,6 @@ from torchtitan_rl_ft.observability.trace_format import (
     Track,
     writing,
 )
-
-BEGINNINGS = ("start", "resume", "reattach")
 
 INSTANTS = frozenset(
     {
@@ -93,12 +93,15 @@ class TraceReport:
     samples: int
     steps: int
     superseded: int
+    faults: int
     lives: int
     clocks: int
     wall_jumps: int
 
     def line(self) -> str:
         parts = [f"{self.steps} steps", f"{self.samples} samples", f"{self.events} events"]
+        if self.faults:
+            parts.append(f"{self.faults} faults")
         if self.superseded:
             parts.append(f"{self.superseded} steps superseded")
         if self.clocks > 1:
@@ -113,6 +116,7 @@ class RunTrace:
         self._file, self._timeline = file, Timeline()
         self._job = file.process("job")
         self._steps, self._marks = self._job.track("steps"), self._job.track("lives, warnings")
+        self._faults = FaultTrace(file.process("faults"))
         self._sample_trace = SampleTrace(file, self._timeline)
         self._roles: dict[str, _Role] = {}
         self._metrics = _by_commit(metrics)
@@ -123,7 +127,11 @@ class RunTrace:
         self._counts = {"events": 0, "superseded": 0, "lives": 0, "steps": 0}
 
     def add(self, event: Event) -> None:
+        clocks = self._timeline.clocks
         told = self._timeline.add(event)
+        if self._timeline.clocks != clocks:
+            self._faults.write(self._timeline.former_us)
+        self._faults.add(event)
         at_us = self._timeline.us(event.mono_s)
         if told is not None:
             self._marks.instant(at_us, told, scope="g")
@@ -160,10 +168,12 @@ class RunTrace:
             for life in role.lives:
                 life.track.end_all(self._now_us, {"unfinished": True} if not life.over else {})
         self._sample_trace.close(self._now_us)
+        self._faults.write(self._timeline.us)
         self._marks.end_all(self._now_us)
         return TraceReport(
             **self._counts,
             samples=self._sample_trace.samples,
+            faults=self._faults.written,
             clocks=self._timeline.clocks,
             wall_jumps=self._timeline.wall_jumps,
         )
