@@ -230,3 +230,19 @@ class Host:
 
     def close(self) -> None:
         self.journal.close()
+
+
+class Running:
+    """`async with Running(host)`: the loop runs; its end is `await running.ended`."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    async def __aenter__(self) -> asyncio.Task:
+        self.task = asyncio.create_task(self.host.loop.run())
+        return self.task
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.host.close()

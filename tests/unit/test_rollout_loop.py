@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from rollout_parts import MEMBER, Host, ScriptedServing
+from rollout_parts import MEMBER, Host, Running, ScriptedServing
 
 from torchtitan_rl_ft.journal.errors import JournalWriteError
 from torchtitan_rl_ft.journal.store import Journal
@@ -15,22 +15,6 @@ from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.rollout.generation import GenerationFailed, ServingUnavailable
 from torchtitan_rl_ft.rollout.protocols import Prompt
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
-
-
-class Running:
-    """`async with Running(host)`: the loop runs; its end is `await running.ended`."""
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-
-    async def __aenter__(self) -> asyncio.Task:
-        self.task = asyncio.create_task(self.host.loop.run())
-        return self.task
-
-    async def __aexit__(self, *_: object) -> None:
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
-        self.host.close()
 
 
 async def settle() -> None:

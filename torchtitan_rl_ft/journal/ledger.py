@@ -90,6 +90,8 @@ class Ledger:
         self._last_verdict: dict[str, str] = {}
         self._outcome: Outcome | None = None
         self._exits = exits or Exits()
+        self._committed: tuple[State, float] | None = None  # the newest, and when
+        self._on_published: Callable[[int, float], None] = lambda version, push_s: None
         self._awaited: tuple[str, State] | None = None
         self._pulse = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,6 +111,10 @@ class Ledger:
             self._outcome = Outcome(kind, reason)
         self._metrics.flush(final=True)
         self._notify()
+
+    def on_published(self, told: Callable[[int, float], None]) -> None:
+        """`told(version, push_s)`: a policy was announced, so many seconds after its commit."""
+        self._on_published = told
 
     # Early ends ---------------------------------------------------------------------------
 
@@ -355,6 +361,7 @@ class Ledger:
         status, reason = protocol.decide_commit(self.view(), record)
         if status == "committed":
             self.journal.commit(record, reporter=member.uuid, metrics=metrics)
+            self._committed = state, self._mono_s()
         elif status == "confirmed":
             self.journal.confirm(record, reporter=member.uuid, metrics=metrics)
         else:
@@ -381,7 +388,10 @@ class Ledger:
         KeyError when `result` lacks what the kind needs."""
         removable: list[str] = []
         if kind == PUBLISH:
-            self.journal.add_published(int(result["version"]), state)
+            version = int(result["version"])
+            self.journal.add_published(version, state)
+            if self._committed is not None and self._committed[0] == state:
+                self._on_published(version, self._mono_s() - self._committed[1])
         elif kind == SAVE:
             checkpoint = CheckpointRef(state.step, state.token, result["path"])
             self.journal.add_checkpoint(checkpoint, saved_by=member.replica_id)

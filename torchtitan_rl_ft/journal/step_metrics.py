@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.journal.drop_kinds import KINDS, PREFIX
 from torchtitan_rl_ft.journal.errors import JournalWriteError
 from torchtitan_rl_ft.journal.history import Commit
 from torchtitan_rl_ft.journal.store import Journal
@@ -22,12 +23,21 @@ REQUIRED = (
     "reward/std",
     "policy_version",
     "policy_age/mean",
+    "policy_age/max",
     "participants",
     "tokens",
     "time/step_s",
     "time/wait_batch_s",
     "logprob_diff/mean",
+    "buffer/accepted_groups",
+    "buffer/sealed_batches",
+    "rollout/blocked_s",
+    "weights/push_s",
+    "weights/pull_s",
+    "groups",
+    "groups/failures",
     "dropped_groups",
+    *(PREFIX + kind for kind in KINDS),
 )
 
 

@@ -12,6 +12,7 @@ import json
 import secrets
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors.numpy import load, save
 
+from torchtitan_rl_ft.journal import drop_kinds
 from torchtitan_rl_ft.journal.audit import Audit, audit_rows
 from torchtitan_rl_ft.journal.database import FILE_NAME, Database
 from torchtitan_rl_ft.journal.errors import JournalCorrupt, JournalStateError, JournalWriteError
@@ -227,11 +229,13 @@ class Journal(History, Partials):
         with self._mutex:
             if set(np.unique(batch.arrays["group_ids"]).tolist()) != set(group_ids):
                 raise JournalStateError("the batch's samples are not those of the named groups")
-            dropped = self._number("SELECT count(*) FROM groups WHERE state = 'dropped'")
+            dropped = drop_kinds.by_kind(self._dropped())
+            news = dropped - self._dropped_told()
             batch = dataclasses.replace(
                 batch,
                 batch_id=self.next_batch_id(),
-                meta={"dropped_groups": dropped - int(self._meta("dropped_told") or 0)}
+                meta={"dropped_groups": news.total()}
+                | {drop_kinds.PREFIX + kind: news[kind] for kind in drop_kinds.KINDS}
                 | batch.meta,
             )
             payload = batch.to_bytes()
@@ -246,12 +250,31 @@ class Journal(History, Partials):
                     " changed_wall_s = ? WHERE id = ?",
                     [(info.batch_id, now, g) for g in group_ids],
                 )
-                db.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_told', ?)", (dropped,))
+                told = json.dumps(dropped)
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_told', ?)", (told,))
                 if cursor is not None:
                     _save_cursor(db, cursor)
             self._plan[info.step] = info.ref
         self._tell_sealed(info, group_ids)
         return info
+
+    def _dropped(self) -> list[tuple[str, int]]:
+        """Dropped groups by reason."""
+        return self._db.all(
+            "SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"
+        )
+
+    def _dropped_told(self) -> Counter[str]:
+        """Those that batches have told of, by kind."""
+        told = json.loads(self._meta("dropped_told") or "{}")
+        if isinstance(told, int):  # of a version that counted all as one
+            first = self._db.all(
+                "SELECT reason, 1 FROM groups WHERE state = 'dropped' ORDER BY changed_wall_s, id"
+                " LIMIT ?",
+                told,
+            )
+            return drop_kinds.by_kind(first)
+        return Counter(told)
 
     def import_batch(self, batch: SealedBatch, prompts: Mapping[int, Any]) -> SealedInfo:
         """Plan a batch that another journal has sealed for the next free step, byte for byte and
@@ -298,13 +321,17 @@ class Journal(History, Partials):
 
     def drop_batch(self, batch_id: int, reason: str) -> None:
         """Take a sealed batch that is not committed, and its groups, out for good. Batches
-        planned after it move up one step."""
+        planned after it move up one step. The next one tells of the drops that it told of."""
         with self._mutex:
             step = next((s for s, b in self._plan.items() if b.batch_id == batch_id), None)
             if step is None or step <= self.tip.step:
                 raise JournalStateError(f"batch {batch_id} is not waiting to be trained")
             now = self._wall_s()
+            meta = self.batch_info(batch_id)[0]
+            told = {k: meta.get(drop_kinds.PREFIX + k, 0) for k in drop_kinds.KINDS}
+            untold = json.dumps(self._dropped_told() - Counter(told))
             with self._db.write() as db:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('dropped_told', ?)", (untold,))
                 db.execute(
                     "UPDATE batches SET state = 'dropped', reason = ? WHERE id = ?",
                     (reason, batch_id),
@@ -375,16 +402,13 @@ class Journal(History, Partials):
             "SELECT count(*) FROM groups JOIN commits USING (batch_id)"
             " WHERE groups.state = 'sealed' AND superseded_by IS NULL"
         )
-        reasons = self._db.all(
-            "SELECT reason, count(*) FROM groups WHERE state = 'dropped' GROUP BY reason"
-        )
         return {
             "issued": sum(by_state.values()),
             "pending": by_state.get("pending", 0),
             "accepted": by_state.get("accepted", 0),
             "sealed": by_state.get("sealed", 0) - trained,
             "trained": trained,
-            "dropped": dict(reasons),
+            "dropped": dict(self._dropped()),
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from torchtitan_rl_ft.journal.drop_kinds import FILTER, GENERATION, REWARD
 from torchtitan_rl_ft.rollout.generation import (
     UNAVAILABLE_RETRY_S,
     Generated,
@@ -60,6 +61,9 @@ class RolledOut:
     rewards: list[float]
     min_version: int
     max_version: int
+    failures: int = 0
+    """Tries before this one."""
+
     trace: dict[str, Any] | None = None  # sample_times.py
 
 
@@ -68,6 +72,7 @@ class Dropped:
     """A group that is not worth another try."""
 
     reason: str
+    failures: int = 0
 
 
 class GroupRollout:
@@ -131,6 +136,7 @@ class GroupRollout:
                 self._on_available()
                 generated_s = self._mono_s()
                 result = await self._judged(prompt, input_ids, generated, filtered=not greedy)
+                result = dataclasses.replace(result, failures=failures)
                 if not sampling.trace or isinstance(result, Dropped):
                     return result
                 legs = [g.legs for g in generated]
@@ -146,8 +152,9 @@ class GroupRollout:
                 if not unfinished.grew:  # it may be the fault of what it was to go on from
                     unfinished.clear()
                 if failures >= sampling.max_failures:
-                    kind = "generation" if isinstance(e, GenerationFailed) else "reward"
-                    return Dropped(f"{kind} failed {failures} times, the last one: {e}")
+                    kind = GENERATION if isinstance(e, GenerationFailed) else REWARD
+                    reason = f"{kind} failed {failures} times, the last one: {e}"
+                    return Dropped(reason, failures)
                 await pause(failures - 1)
 
     def _discard_useless(
@@ -200,7 +207,7 @@ class GroupRollout:
         rewards = await self._judge.rewards(prompt, responses)
         reason = self._judge.reason_to_drop(prompt, rewards) if filtered else None
         if reason is not None:
-            return Dropped(f"filter: {reason}")
+            return Dropped(f"{FILTER}: {reason}")
         samples = [
             Sample(g.output_ids, g.logprobs, g.versions, g.finish_reason == "length", r)
             for g, r in zip(generated, rewards, strict=True)

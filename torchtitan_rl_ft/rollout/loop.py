@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan_rl_ft.journal.drop_kinds import CRASHED, TOO_LONG, TOO_OLD
 from torchtitan_rl_ft.journal.errors import JournalError
 from torchtitan_rl_ft.journal.exits import ExitNote
 from torchtitan_rl_ft.journal.ledger import Ledger
@@ -31,6 +32,7 @@ from torchtitan_rl_ft.rollout.evaluation import evaluate
 from torchtitan_rl_ft.rollout.generation import ServedPolicy
 from torchtitan_rl_ft.rollout.group_rollout import Dropped, GroupRollout
 from torchtitan_rl_ft.rollout.partials import PartialKeeper
+from torchtitan_rl_ft.rollout.pipeline import Pipeline
 from torchtitan_rl_ft.rollout.policy_watch import PolicyWatch
 from torchtitan_rl_ft.rollout.protocols import DataSource, HeldOutSource, Prompt
 from torchtitan_rl_ft.rollout.sealing import AcceptedGroup, seal
@@ -108,6 +110,8 @@ class RolloutLoop:
         self._draining = found[1] if found is not None else None
         self._drain_until_mono_s = mono_s() + settings.drain_timeout_s
         self._phase = ""
+        self._pipeline = Pipeline(mono_s)
+        ledger.on_published(self._pipeline.announced)
         if (cursor := self._journal.cursor()) is not None and hasattr(source, "load_state_dict"):
             source.load_state_dict(cursor)
         self._journal.on_change(self.wake)
@@ -211,7 +215,8 @@ class RolloutLoop:
         journal, is rolled out again."""
         group_id = group.group_id
         self._crashes[group_id] += 1
-        cause = f"crashed {self._crashes[group_id]} times, the last one: {_named(error)}"
+        self._pipeline.failed(1)
+        cause = f"{CRASHED} {self._crashes[group_id]} times, the last one: {_named(error)}"
         if self._crashes[group_id] >= self._settings.max_group_crashes:
             self._drop(group_id, cause)
             return
@@ -236,6 +241,7 @@ class RolloutLoop:
         served = self._watch.current
         if served is None:
             return None
+        self._pipeline.served(served.version, self._watch.seen_mono_s)
         if not self._settings.trainers:
             return schedule.constant_policy(served.version, len(self._journal.plan))
         return schedule.known_policy(
@@ -252,7 +258,7 @@ class RolloutLoop:
         choice = schedule.choose(self._rules, waiting, version)
         for group_id in choice.too_old:
             age = version - self._accepted.pop(group_id).min_version
-            self._drop(group_id, f"too old: policy age {age}, at most {self._rules.max_age}")
+            self._drop(group_id, f"{TOO_OLD}: policy age {age}, at most {self._rules.max_age}")
         if not choice.seal:
             return False
         if self._engine_check is not None and not self._engine_check.done():
@@ -269,6 +275,8 @@ class RolloutLoop:
         batch.meta["rollout/span_s"] = now - min(started, default=now)
         if self._engine_check is not None:
             batch.meta["rollout/engine_check_s"] = self._engine_check.took_s
+        left = len(self._accepted) - len(choice.seal)
+        batch.meta.update(self._pipeline.take(left, self._journal.sealed_ahead + 1))
         sealed = self._journal.seal(batch, choice.seal)
         if self._dumps is not None:
             self._dumps.sealed(sealed.step)
@@ -323,7 +331,7 @@ class RolloutLoop:
             length = len(self._rollout.encode(prompt))
             if length > self._settings.max_prompt_tokens:
                 most = self._settings.max_prompt_tokens
-                self._drop(group.group_id, f"prompt too long: {length} tokens, at most {most}")
+                self._drop(group.group_id, f"{TOO_LONG}: {length} tokens, at most {most}")
                 continue
             self._started_mono_s[group.group_id] = self._mono_s()
             task = asyncio.create_task(self._roll_out(group.group_id, prompt))
@@ -338,6 +346,7 @@ class RolloutLoop:
         result = await self._rollout.run(
             f"group-{group_id}", prompt, unfinished=unfinished, why_useless=self._why_useless
         )
+        self._pipeline.failed(result.failures)
         if isinstance(result, Dropped):
             self._drop(group_id, result.reason)
             return
@@ -454,6 +463,7 @@ class RolloutLoop:
     def _enter(self, phase: str) -> None:
         if phase != self._phase:
             self._phase = phase
+            self._pipeline.entered(phase)
             self._events.emit(Kind.PHASE, phase=phase, step=self._journal.tip.step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from torchtitan_rl_ft.rollout.generation import (
@@ -18,9 +19,16 @@ POLL_S = 20.0
 class PolicyWatch:
     """Long-polls serving; `current` is the newest policy that an engine was seen to serve."""
 
-    def __init__(self, generator: Generator, on_change: Callable[[], None]) -> None:
-        self._generator, self._on_change = generator, on_change
+    def __init__(
+        self,
+        generator: Generator,
+        on_change: Callable[[], None],
+        mono_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._generator, self._on_change, self._mono_s = generator, on_change, mono_s
         self.current: ServedPolicy | None = None
+        self.seen_mono_s = 0.0
+        """When it was first seen."""
         self.unavailable: str | None = None
         """Why serving did not answer the last time."""
 
@@ -41,5 +49,5 @@ class PolicyWatch:
                 # A serving that answers before its time must not be asked in a tight loop.
                 await pause(0)
                 continue
-            self.current = found
+            self.current, self.seen_mono_s = found, self._mono_s()
             self._on_change()
