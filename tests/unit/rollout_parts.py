@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from journal_cases import split
@@ -123,6 +123,7 @@ class Host:
         partial_interval_tokens: int = 0,
         attempt: str = "job",
         trace: bool = False,
+        limits: Mapping[str, float] | None = None,
     ) -> None:
         self.serving = serving
         self.events = EventList()
@@ -138,6 +139,7 @@ class Host:
             unavailable_limit_s=unavailable_limit_s,
             groups_per_step=groups,
             mono_s=lambda: asyncio.get_running_loop().time(),
+            **(limits or {}),  # type: ignore[arg-type]
         )
         self.rollout = GroupRollout(
             serving,
@@ -154,6 +156,7 @@ class Host:
             ),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
+            on_failed=starvation.failed,
             on_discarded=lambda name, cause, tokens: self.events.emit(
                 Kind.PARTIAL, phase="discard", cause=cause, subject=name, tokens=tokens
             ),

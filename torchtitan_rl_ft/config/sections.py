@@ -213,6 +213,21 @@ class RLSection:
     max_prompt_failures: int = 3
     """Failed generations of a prompt before its group is dropped."""
 
+    warn_silent_s: float = 60.0
+    """No prompt group was accepted for so long while some are rolled out: a warning that says
+    why, repeated at growing distances."""
+
+    max_silent_s: float = 0.0
+    """No prompt group was accepted for so long while some are rolled out: the rollout role fails.
+    0: never."""
+
+    max_dropped_batches: int = 10
+    """So many batches' worth of prompt groups dropped in a row: the rollout role fails."""
+
+    max_flat_batches: int = 0
+    """So many batches in a row in which all rewards of each group are equal: the rollout role
+    fails. 0: never, since a model that has learned all there is looks the same."""
+
 
 @dataclass(kw_only=True, slots=True)
 class EngineGroup:

@@ -233,6 +233,7 @@ class _Parts:
             _sampling(resolved),
             on_unavailable=starvation.unavailable,
             on_available=starvation.available,
+            on_failed=starvation.failed,
             on_discarded=lambda name, cause, tokens: events.emit(
                 Kind.PARTIAL, phase="discard", cause=cause, subject=name, tokens=tokens
             ),
@@ -409,6 +410,10 @@ def _starvation(resolved: Resolved, events: EventLog) -> Starvation:
         unavailable_limit_s=_serving_limit_s(resolved),
         groups_per_step=groups_per_batch(resolved.sections.rl, resolved.sections.fault_tolerance),
         mono_s=time.monotonic,
+        warn_silent_s=resolved.sections.rl.warn_silent_s,
+        max_silent_s=resolved.sections.rl.max_silent_s,
+        max_dropped_batches=resolved.sections.rl.max_dropped_batches,
+        max_flat_batches=resolved.sections.rl.max_flat_batches,
     )
 
 

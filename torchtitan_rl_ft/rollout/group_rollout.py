@@ -87,16 +87,19 @@ class GroupRollout:
         *,
         on_unavailable: Callable[[str], None],
         on_available: Callable[[], None],
+        on_failed: Callable[[str], None] = lambda reason: None,
         on_discarded: Callable[[str, str, int], None] = lambda name, cause, tokens: None,
         mono_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_unavailable(reason)` is told of each try that found no serving, `on_available` of
-        each answer: the caller decides how long that may go on. `on_discarded(name, cause,
+        each answer: the caller decides how long that may go on. `on_failed(reason)` is told of each
+        other try that failed. `on_discarded(name, cause,
         tokens)` is told of unfinished samples that are not gone on with."""
         self._generator, self._tokenizer = generator, tokenizer
         self._judge, self._sampling = judge, sampling
         self._on_discarded, self._mono_s = on_discarded, mono_s
         self._on_unavailable, self._on_available = on_unavailable, on_available
+        self._on_failed = on_failed
 
     @property
     def samples(self) -> int:
@@ -149,6 +152,7 @@ class GroupRollout:
                 unavailable += 1
             except (GenerationFailed, RewardFailed) as e:
                 failures += 1
+                self._on_failed(str(e))
                 if not unfinished.grew:  # it may be the fault of what it was to go on from
                     unfinished.clear()
                 if failures >= sampling.max_failures:

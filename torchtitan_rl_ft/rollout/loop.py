@@ -168,6 +168,7 @@ class RolloutLoop:
             while self._ledger.outcome is None:
                 self._wake.clear()
                 self._check_beside()
+                self._starvation.working(len(self._tasks))
                 self._starvation.check()
                 self._ledger.try_exit()
                 if self._ledger.exit_asked:  # what is in flight may still be accepted

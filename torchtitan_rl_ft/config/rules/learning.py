@@ -27,7 +27,9 @@ def policy_age(job: Job) -> Iterator[str]:
 def algorithm(job: Job) -> Iterator[str]:
     rl = job.resolved.sections.rl
     yield from job.not_negative("rl", "kl_coef", "eval_prompts", "clip_ratio_high")
+    yield from job.not_negative("rl", "max_silent_s", "max_flat_batches")
     yield from job.positive("rl", "ratio_cap", "max_prompt_failures")
+    yield from job.positive("rl", "warn_silent_s", "max_dropped_batches")
     if not 0 <= rl.clip_ratio_low < 1:
         yield job.broken(
             "clip_ratio_low must be at least 0 and below 1: the ratio is kept above "
