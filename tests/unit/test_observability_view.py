@@ -12,11 +12,11 @@ from torchtitan_rl_ft.observability.console import (
     PHASE_REPEAT_S,
     PlainReporter,
     ProgressConsole,
-    notice,
     step_line,
 )
 from torchtitan_rl_ft.observability.events import Event, EventLog, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
+from torchtitan_rl_ft.observability.notices import notice
 from torchtitan_rl_ft.observability.reward_curve import (
     resample,
     save_png,

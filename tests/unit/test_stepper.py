@@ -76,6 +76,7 @@ def build(monkeypatch, participants=2, max_refusals=3, **answers):
             committed=CommitAnswer("committed", "", ()),
             duty=(True, ""),
             refused="retry",
+            dead_groups=set(),
         ),
         beats=script.seam("beats", "update"),
         attempt=script.seam("attempt", "abstain", run=COMMITTED, recorded=0, board=(0, 0)),
@@ -113,6 +114,24 @@ def test_a_refused_attempt_leaves_no_trace_and_is_tried_again(monkeypatch):
     assert script.count("group.start_quorum") == 2
     assert script.count("ledger.begin") == 2
     assert Kind.REFUSE in kinds(events)
+
+
+@pytest.mark.scenario("O-2")
+def test_a_refusal_names_the_dead_group_and_who_is_gone_then(monkeypatch):
+    whole = Quorum(2, 0, 5, ["torchtitan_ft_00000:x", "torchtitan_ft_00001:y"])
+    rest = Quorum(1, 0, 6, ["torchtitan_ft_00000:x"])
+    made, _, _, events = build(
+        monkeypatch,
+        attempt__run=[REFUSED, REFUSED, COMMITTED],
+        group__start_quorum=[whole, whole, rest],
+        ledger__dead_groups=[{1}, RoleUnreachable("rollout")],
+    )
+    made.step()
+    refusals = [e for e in events.events if e["kind"] == Kind.REFUSE]
+    assert [e["failing"] for e in refusals] == [["trainer-1"], []]
+    assert all("a peer died" in e["cause"] for e in refusals)
+    quorums = [e.get("left") for e in events.events if e["kind"] == Kind.QUORUM]
+    assert quorums == [None, None, ["trainer-1"]]
 
 
 @pytest.mark.row("G5")

@@ -196,6 +196,12 @@ class LedgerClient:
     def status(self) -> dict[str, Any]:
         return self._rpc.get("/v1/ledger/status", deadline_s=self._deadline_s)
 
+    def dead_groups(self, deadline_s: float) -> set[int]:
+        """Replica ids of groups none of whose processes lives, as far as the ledger knows."""
+        members = self._rpc.get("/v1/ledger/status", deadline_s=deadline_s)["members"]
+        living = {m["replica_id"] for m in members if m["alive"]}
+        return {m["replica_id"] for m in members} - living
+
     def _post(self, name: str, deadline_s: float | None = None, **body: Any) -> Any:
         return self._rpc.post(
             f"/v1/ledger/{name}",

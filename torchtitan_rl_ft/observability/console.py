@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from torchtitan_rl_ft.observability.events import Kind, first_line
+from torchtitan_rl_ft.observability.notices import Notices
 from torchtitan_rl_ft.observability.reward_curve import sparkline
 from torchtitan_rl_ft.observability.run_follower import RunFollower
 from torchtitan_rl_ft.observability.run_state import RunState
@@ -57,27 +57,6 @@ def dump_line(line: Mapping[str, Any], total: int) -> str:
         parts.append(f"reward {reward:.3f}")
     parts.append(f"{data.get('samples')} samples  {data.get('tokens')} tokens")
     return "  ".join(parts)
-
-
-def notice(line: Mapping[str, Any]) -> str | None:
-    """An event worth a line of its own, else None."""
-    data, cause = line.get("data", {}), first_line(line.get("cause"))
-    subject = data.get("subject", line.get("name"))
-    kind = line.get("kind")
-    if kind == Kind.EXIT and line.get("phase") == "fault":
-        return f"{subject} ended: {cause} (log: {data.get('log', '?')})"
-    if kind == Kind.RESTART:
-        return f"{subject} is started again, attempt {data.get('attempt')}"
-    if kind == Kind.STOP:
-        who = "the job" if data.get("replica_id") is None else f"trainer-{data['replica_id']}"
-        return f"{who} stops after step {line.get('step')}: {cause}"
-    if kind == Kind.PROMOTE and "standby" in data:
-        return f"{data['standby']} takes the place of {subject}"
-    if kind == Kind.CHAOS:
-        return f"chaos: {line.get('phase')}: {cause} ({subject})"
-    if kind in (Kind.FAULT, Kind.WARN):
-        return f"{'fault' if kind == Kind.FAULT else 'warning'}: {subject}: {cause}"
-    return None
 
 
 class PlainReporter:
@@ -149,6 +128,7 @@ class ProgressConsole:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._follower, self._view = follower, follower.state
+        self._told = Notices()
         self._notices: deque[str] = deque(maxlen=MOST_LINES)
         self._steps: deque[str] = deque(maxlen=MOST_LINES)
         self._reporter: PlainReporter | LiveReporter
@@ -173,8 +153,7 @@ class ProgressConsole:
         self._notices.append(text)
 
     def _on_event(self, line: Mapping[str, Any]) -> None:
-        if (text := notice(line)) is not None:
-            self._notices.append(text)
+        self._notices.extend(self._told.of(line))
         known, self._dumped = self._dumped, len(self._view.dumped)
         if not self._view.groups and self._dumped > known:  # a restarted role tells of them again
             self._steps.append(dump_line(line, self._view.total_steps))
@@ -190,6 +169,8 @@ class ProgressConsole:
                 await asyncio.sleep(REFRESH_S)
         finally:
             try:
+                self.poll()
+                self._notices.extend(self._told.end())
                 self.poll()
             finally:
                 self._reporter.close()

@@ -40,10 +40,10 @@ class Kind(StrEnum):
     ACCEPT = "accept"  # a prompt group was rolled out and rewarded; data: group, took_s, trace
     DROP = "drop"  # a group or batch was dropped; cause; data: group | batch
     SEAL = "seal"  # a batch became final; step; data: batch, digest, samples, tokens, groups
-    QUORUM = "quorum"  # data: quorum_id, participants, rank, members
+    QUORUM = "quorum"  # data: quorum_id, participants, rank, members, left (since a refusal)
     HEAL = "heal"  # a peer's state was taken; data: from_step, source, bytes, quorum_s, ...
     BEGIN = "begin"  # the ledger's answer to begin; cause; data: decision
-    REFUSE = "refuse"  # a commit was refused; cause
+    REFUSE = "refuse"  # a commit was refused; cause; data: members, failing (groups)
     COMMIT = "commit"  # step; data: batch, token, participants, shares, reporter
     CONFIRM = "confirm"  # another group reported the same commit
     SUPERSEDE = "supersede"  # the ledger was rewound; data: from_step, to_step

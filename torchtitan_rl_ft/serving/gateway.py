@@ -189,6 +189,7 @@ class Gateway:
                 pid=child.id.pid,
                 returncode=code,
                 signal=-code if code is not None and code < 0 else None,
+                uptime_s=round(time.monotonic() - child.started_mono_s, 3),
                 log=str(log),
                 last_lines=[] if reason is None else last_lines(log),
             )

@@ -10,6 +10,7 @@ CPU platform set up before TorchTitan is imported and errors of the set-up told 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +39,8 @@ def main() -> int:
     from torchtitan_rl_ft.trainer.rerun import WrongResult
     from torchtitan_rl_ft.trainer.stepper import NumericStop
 
+    # Its line for each of a trainer's many requests would hide everything else.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     gc.freeze()
     gc.enable()
     sys.argv = [sys.argv[0], "--module", "torchtitan_rl_ft", "--config", "from_run", *sys.argv[1:]]

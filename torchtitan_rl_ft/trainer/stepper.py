@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from torchtitan_rl_ft.journal.client import (
 from torchtitan_rl_ft.journal.protocol import PUBLISH, SAVE, BatchRef, CheckpointRef, State
 from torchtitan_rl_ft.journal.records import CommitRecord, Decision, SealedBatch
 from torchtitan_rl_ft.observability.events import EventSink, Kind
-from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup
-from torchtitan_rl_ft.rpc.client import RoleUnreachable
+from torchtitan_rl_ft.replica.group import Quorum, ReplicaGroup, trainer_name
+from torchtitan_rl_ft.rpc.client import RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.trainer import coverage
 from torchtitan_rl_ft.trainer.attempt import Attempt, Result, Work
 from torchtitan_rl_ft.trainer.flight_record import FlightRecord
@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 20.0  # ranks of a group wait for their first one in a collective: keep it busy
 RETRY_DELAY_S = 0.2
+
+CULPRITS_DEADLINE_S = 0.5
+"""Of the question who is dead, after a refusal: it is for people, and holds recovery up."""
 
 
 class NumericStop(Exception):
@@ -125,6 +128,7 @@ class Stepper:
         self._refusals = Refusals(max_refusals)
         self._batch_wait_timeout_s = batch_wait_timeout_s
         self._poll_s = poll_s
+        self._refused_members: list[str] = []  # of the last attempt, when it was refused
         self.policy_version: int | None = None
         """The newest announced policy when this group was last told to save."""
 
@@ -255,8 +259,16 @@ class Stepper:
             participants=quorum.participants,
             rank=quorum.rank,
             members=[m.split(":")[0] for m in quorum.members],
+            **self._left(quorum),
         )
         return quorum
+
+    def _left(self, quorum: Quorum) -> dict[str, Any]:
+        """Groups that were in the attempt that was refused last and are in this one no more."""
+        now = {trainer_name(m) for m in quorum.members}
+        left = [n for m in self._refused_members if (n := trainer_name(m)) not in now]
+        self._refused_members = []
+        return {"left": left} if left else {}
 
     def _begin(self, quorum: Quorum) -> BeginAnswer:
         return self._s.ledger.begin(
@@ -281,10 +293,18 @@ class Stepper:
     def _refuse(self, batch: SealedBatch, quorum: Quorum, result: Result) -> None:
         self._s.model.discard()
         step = self._lineage.step + 1
+        failing = self._failing(quorum)
+        self._refused_members = quorum.members
         self._s.events.emit(
-            Kind.REFUSE, step=step, cause=result.cause, batch=batch.batch_id, members=quorum.members
+            Kind.REFUSE,
+            step=step,
+            cause=result.cause,
+            batch=batch.batch_id,
+            members=quorum.members,
+            failing=failing,
         )
-        logger.warning("step %d refused: %s", step, result.cause)
+        who = ", ".join(failing) or "no group known to be dead"
+        logger.warning("step %d refused: %s: %s", step, who, result.cause)
         if self._s.flight is not None and self._s.group.collective_failed:
             self._s.flight.attempt_failed()
         differs = self._s.numbers.refused(step, quorum, result)
@@ -297,6 +317,17 @@ class Stepper:
             if action == "stop":
                 raise NumericStop(f"step {step}: {result.cause}")
         self._refusals.refused(step, quorum.members, result.cause)
+
+    def _failing(self, quorum: Quorum) -> list[str]:
+        """Groups of the quorum whose processes are dead; none where nobody can say so."""
+        if not self._s.link.is_speaker:
+            return []
+        try:
+            dead = self._s.ledger.dead_groups(CULPRITS_DEADLINE_S)
+        except (RoleUnreachable, RoleRefused):
+            return []
+        names = [trainer_name(m) for m in quorum.members]
+        return [n for n in names if n in {f"trainer-{g}" for g in dead}]
 
     # Commit and duties ------------------------------------------------------------------
 
