@@ -21,6 +21,8 @@ from trainer_run import TrainerRun
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.journal.checkpoints import MARKER, read_marker
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
+from torchtitan_rl_ft.observability.events import Kind, read_events
+from torchtitan_rl_ft.observability.notices import Notices
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -173,6 +175,27 @@ def test_history_is_each_sample_once_through_kills_in_every_phase(struck, capsys
     assert set(report.shares) == {"trainer-0", "trainer-1", "trainer-2"}
     counts = report.audit.counts
     assert counts["trained"] == sum(counts.values())  # none is pending, none was dropped
+
+
+@pytest.mark.scenario("O-2")
+def test_each_refused_step_is_told_with_the_group_that_failed(struck):
+    run, _ = struck
+    events = list(read_events(run.run.events))
+    refused = [e for e in events if e.kind is Kind.REFUSE]
+    assert refused and all(e.cause for e in refused)
+    told = Notices()
+    for step in {e.step for e in refused}:
+        # The ledger may not know yet that a process is dead; the next quorum does.
+        of_step = [e.data for e in events if e.step == step]
+        named = [n for data in of_step for n in (*data.get("failing", ()), *data.get("left", ()))]
+        assert set(named) & {"trainer-0", "trainer-1", "trainer-2"}, of_step
+    lines = Counter(
+        e.step
+        for e in events
+        for text in told.of(json.loads(e.to_line()))
+        if text.startswith(f"step {e.step} refused")
+    )
+    assert lines and max(lines.values()) == 1
 
 
 @pytest.mark.row("G3")
