@@ -23,10 +23,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from grafana_dashboard import metric_names, queries
 from job_run import COMMAND, CONFIG, Job
 from prometheus_client.parser import text_string_to_metric_families
+from trace_events import check, load
 
 from torchtitan_rl_ft.config.resolve import Resolved, resolve
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.journal.drop_kinds import KINDS, PREFIX
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.observability.events import EventList, Kind
@@ -61,7 +63,13 @@ METRICS = (
     "time/step_s",
     "time/wait_batch_s",
     "logprob_diff/mean",
+    "policy_age/max",
+    "buffer/accepted_groups",
+    "buffer/sealed_batches",
+    "rollout/blocked_s",
+    "groups/failures",
     "dropped_groups",
+    *(PREFIX + kind for kind in KINDS),
 )
 
 
@@ -239,6 +247,48 @@ def test_metrics_have_a_line_per_step_with_every_key(done):
             assert isinstance(row.get(key), int | float) and math.isfinite(row[key]), (key, row)
         assert row["participants"] == 2
         assert row["dropped_groups"] == 0
+    for row in rows[1:]:  # of the initial policy nobody has trained
+        assert 0 < row["weights/push_s"] < 30 and 0 <= row["weights/pull_s"] < 30
+
+
+@pytest.mark.row("K3")
+def test_groups_that_were_admitted_are_trained_or_dropped(done):
+    rows, counts = done.job.metrics(), done.job.audit().counts
+    assert sum(row["groups"] + row["dropped_groups"] for row in rows) == sum(counts.values())
+
+
+def test_the_trace_shows_what_each_sample_went_through(done, tmp_path):
+    file = tmp_path / "trace.json.gz"
+    command = [*COMMAND, "report", str(done.job.folder.path), "--trace", str(file)]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert told.returncode == ExitCode.DONE, told.stderr
+    samples = STEPS * GROUPS_PER_STEP * SAMPLES_PER_PROMPT
+    assert f"{STEPS} steps, {samples} samples" in told.stdout
+    assert check(file)["f"] == STEPS * GROUPS_PER_STEP  # arrows group -> batch -> step
+    spans: dict[str, dict[str, float]] = defaultdict(dict)
+    for e in load(file)["traceEvents"]:
+        if e["ph"] in "be":
+            spans[e["id"]][e["ph"] + e["name"]] = e["ts"]
+    assert len(spans) == samples
+    for found in spans.values():
+        names = {n[1:] for n in found}
+        assert names - set(ENGINES) - {"queue", "prefill", "decode", "generate"} == {
+            *("sample", "reward", "buffer", "sealed", "train")
+        }
+        (engine,) = names & set(ENGINES)
+        assert found["bsample"] <= found[f"b{engine}"] <= found[f"e{engine}"] <= found["breward"]
+        assert found["ereward"] <= found["bbuffer"] <= found["btrain"] <= found["esample"]
+    tracks = {
+        e["args"]["name"] for e in load(file)["traceEvents"] if e.get("name") == "process_name"
+    }
+    assert tracks >= {"job", "faults", "samples", *ROLES, *ENGINES}
+
+
+@pytest.mark.scenario("O-2")
+def test_logs_have_no_line_for_each_request(done):
+    for name in ROLES:
+        log = done.job.folder.log_file(name, 1).read_text()
+        assert "HTTP Request" not in log and '"POST /' not in log, name
 
 
 def test_history_is_every_step_once(done):

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rollout_parts import Host, Running, ScriptedServing
 
-from tests.unit.rollout_parts import Host, Running, ScriptedServing
 from torchtitan_rl_ft.journal import drop_kinds
 from torchtitan_rl_ft.journal.step_metrics import REQUIRED
 from torchtitan_rl_ft.journal.store import Journal, NewGroup

@@ -6,7 +6,8 @@ import asyncio
 import math
 from pathlib import Path
 
-from tests.unit.rollout_parts import Host, ScriptedServing
+from rollout_parts import Host, ScriptedServing
+
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.rollout.generation import GenerateRequest, GenerationFailed
 from torchtitan_rl_ft.rollout.sample_times import GroupTimes

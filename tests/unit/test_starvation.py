@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_parts import Host, Running, ScriptedServing
 
-from tests.unit.rollout_parts import Host, Running, ScriptedServing
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.rollout.generation import GenerationFailed
 from torchtitan_rl_ft.rollout.starvation import RolloutStalled, Starvation
