@@ -272,7 +272,7 @@ def test_the_trace_shows_what_each_sample_went_through(done, tmp_path):
     assert len(spans) == samples
     for found in spans.values():
         names = {n[1:] for n in found}
-        assert names - set(ENGINES) - {"queue", "prefill", "decode", "generate"} == {
+        assert names - set(ENGINES) - {"prefill", "decode", "generate"} == {
             *("sample", "reward", "buffer", "sealed", "train")
         }
         (engine,) = names & set(ENGINES)

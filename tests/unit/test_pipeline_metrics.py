@@ -93,6 +93,16 @@ def test_waits_and_transfers_between_two_batches() -> None:
     assert pipeline.take(0, 1)["groups/failures"] == 0
 
 
+def test_an_engine_may_serve_before_the_trainer_has_said_so() -> None:
+    clock = Clock()
+    pipeline = Pipeline(clock)
+    clock.now_s = 10.0
+    pipeline.announced(3, push_s=2.0)  # committed at 8 s
+    pipeline.served(3, seen_s=9.5)
+    found = pipeline.take(0, 0)
+    assert (found["weights/push_s"], found["weights/pull_s"]) == (1.5, 0.0)
+
+
 def test_a_policy_that_was_skipped_is_forgotten() -> None:
     pipeline = Pipeline(Clock())
     for version in range(1, 100):

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trace_events import Invalid, check, load
 
+from tests.fakes.trace_events import Invalid, check, load
 from torchtitan_rl_ft.cli import main
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.outages import outages

@@ -40,10 +40,12 @@ class Pipeline:
         if (told := self._announced.get(version)) is None:
             return
         push_s, announced_s = told
+        committed_s = announced_s - push_s
+        # Serving may answer the one who asks before it answers the one who announced.
+        pushed_s = max(committed_s, min(announced_s, seen_s))
         self._weights = {
-            "weights/push_s": push_s,
-            # Serving may answer the one who asks before it answers the one who announced.
-            "weights/pull_s": max(0.0, seen_s - announced_s),
+            "weights/push_s": pushed_s - committed_s,
+            "weights/pull_s": max(0.0, seen_s - pushed_s),
         }
         self._announced = {v: t for v, t in self._announced.items() if v > version}
 
