@@ -73,6 +73,11 @@ class Job:
 
     # Start and end ----------------------------------------------------------------------
 
+    def import_from(self, folder: Path) -> None:
+        """What the job's processes are started with may import from it."""
+        paths = [str(folder), *filter(None, [self.env.get("PYTHONPATH")])]
+        self.env["PYTHONPATH"] = os.pathsep.join(paths)
+
     def start(self, *overrides: str) -> Job:
         """`torchtitan run` of the debug job."""
         keys = ["--job.dump_folder", str(self.folder.path), *overrides]

@@ -41,6 +41,7 @@ from torchtitan_rl_ft.trainer.train_dumps import load_train_dump
 
 pytestmark = pytest.mark.timeout(180)
 
+FAKES = Path(__file__).parents[1] / "fakes"
 STEPS = 8
 GROUPS_PER_STEP = 4  # as in rl_ft_debug.toml
 SAMPLES_PER_PROMPT = 4
@@ -116,11 +117,17 @@ def routes(tmp_path_factory) -> dict[str, list[tuple[str, str]]]:
 def done(tmp_path_factory, routes) -> Iterator[Done]:
     path = tmp_path_factory.mktemp("main-job") / "run"
     with Job(path) as job:
-        job.start("--training.steps", str(STEPS), *DUMPS)
+        held = path.with_name("held")  # so that the job still runs when all has been looked at
+        job.env["HELD_REWARDS"] = str(held)
+        job.import_from(FAKES)
+        job.start("--training.steps", str(STEPS), "--rl.reward", "held_reward:reward", *DUMPS)
         job.wait_step(2)
+        held.touch()
         for engine in ENGINES:  # the first steps need only one of them
             job.wait_event(Kind.TRANSITION, subject=engine, new="serving")
         live = look(job, routes)
+        assert job.process_of("trainer-0").alive(), "the job was over before all was seen"
+        held.unlink()
         yield Done(job, job.end(), live)
 
 

@@ -43,7 +43,7 @@ class Held:
 def job(tmp_path: Path) -> Iterator[Job]:
     (tmp_path / "plugins_of_a_user.py").write_text(PLUGINS)
     with Job(tmp_path / "run") as made:
-        made.env["PYTHONPATH"] = f"{tmp_path}:{made.env.get('PYTHONPATH', '')}"
+        made.import_from(tmp_path)
         yield made
 
 

@@ -63,8 +63,8 @@ def sealed_groups(job: Job) -> dict[str, int]:
 def test_after_an_out_of_memory_kill_another_layout_goes_on_with_the_same_batches(tmp_path):
     counted = tmp_path / "rewards"
     with Job(tmp_path / "run") as job:
-        path = os.pathsep.join([str(FAKES), *filter(None, [os.environ.get("PYTHONPATH")])])
-        job.env |= {"COUNTED_REWARDS": str(counted), "PYTHONPATH": path}
+        job.env["COUNTED_REWARDS"] = str(counted)
+        job.import_from(FAKES)
         job.start(*KEYS)
         job.wait_step(8)
         how = kill_for_memory(job)

@@ -109,7 +109,7 @@ def hold(events, whole_run=False):
         return None
     for figure in (found.strict, found.paper):
         assert 0.0 <= figure.ratio <= 1.0 and 0.0 <= figure.after_startup <= 1.0
-        assert figure.fault_free is None or 0.0 <= figure.fault_free <= 1.0
+        assert figure.fault_free is None or figure.ratio - 1e-9 <= figure.fault_free <= 1.0
         lost_s = [s for causes in figure.lost_s.values() for s in causes.values()]
         assert min(lost_s, default=0.0) >= 0.0
         missing_s = (1.0 - figure.ratio) * found.slot_s

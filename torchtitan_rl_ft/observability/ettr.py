@@ -267,7 +267,8 @@ class Settled:
         )
 
     def _fault_free(self, sums: _Sums, kind: str) -> float | None:
-        """Start-up, and as many steps as there are, each like the mean undisturbed one."""
+        """Start-up, and as many steps as there are, each like the mean undisturbed one. Few of them
+        may have been slower than the disturbed ones: not less than without what faults took."""
         if not self.calm_s:
             return None
         all_slot_s, *counted = self.past.calm_slot_s
@@ -277,7 +278,16 @@ class Settled:
         total_s = self.begin_s - self.start_s + steps_s
         if total_s <= 0:
             return None
-        return min(1.0, counted_s / slot_s) * steps_s / total_s if slot_s > 0 else 0.0
+        like_calm = min(1.0, counted_s / slot_s) * steps_s / total_s if slot_s > 0 else 0.0
+        return max(like_calm, self._without_losses(sums, kind))
+
+    def _without_losses(self, sums: _Sums, kind: str) -> float:
+        """The ratio without the slot-seconds that outages took."""
+        slot_s, counted_s = sums.sums([(self.start_s, self.end_s)])
+        slot_s -= math.fsum(
+            e.slot_s for e in self.all_entries if e.cause != "wait" and not getattr(e, kind)
+        )
+        return min(1.0, max(0.0, counted_s / slot_s)) if slot_s > 0 else 0.0
 
     def samples(self, window_s: float, every_s: float) -> list[EttrSample]:
         strict, paper = self._sums["strict"], self._sums["paper"]
