@@ -9,7 +9,7 @@ engines, a checkpoint at every step. Strategies:
     no_fault       nothing strikes; its step time places the faults of the others
     role_isolated  this package: only what failed starts again. `spare`: its shipped best, a warm
                    standby trainer (recovery.standby; under faults of all roles a standby engine,
-                   too); `cold`: without any
+                   too), which is no place of work and so not in the ratio; `cold`: without any
     full_restart   any fault restarts the whole job in place, as ByteRobust does it (SOSP '25):
                    the exit is seen at once, everything is killed at once and started again, all
                    roles in parallel, from the newest checkpoint (of every step, or of every 5
@@ -30,18 +30,22 @@ is learned (lr 1e-9).
 
 --quick: 30 steps, one seed, the short load: less than 20 minutes on two idle cores. The full run
 takes about three hours. Every arm is saved when it is over, and one with the same configuration is
-not run again: a run that was cut off goes on. Aims: strict ETTR at 10 % at least 20 points above
-full restart; a fifth of its recovery time; no sample lost.
+not run again, also when the code has changed (remove the file, or name another one with --out): a
+run that was cut off goes on. Aims: strict ETTR at 10 % at least 20 points above full restart; a
+fifth of its recovery time; no sample lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +56,7 @@ from benchmarks.live.accounts import account, key_of
 from benchmarks.live.arms import ENGINES, GROUPS, Arm, config_hash, plan
 from benchmarks.live.driver import ArmFailed, run
 from benchmarks.live.results import Results
-from benchmarks.live.trace import TraceFault, draw
+from benchmarks.live.trace import WINDOW_STEPS, TraceFault, draw
 from benchmarks.report import Aim, finish
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +107,8 @@ def measure(arms: list[Arm], results: Results, keep: Path | None = None) -> list
                 print(f"[{i + 1}/{len(arms)}] {key_of(arm)} ...", flush=True)
                 saved = run_one(arm, trace, keep)
                 results.put(saved)
+            else:
+                print(f"[{i + 1}/{len(arms)}] {key_of(arm)}: saved by an earlier run", flush=True)
         except (ArmFailed, ValueError) as e:
             failed.append(f"{key_of(arm)}: {str(e).splitlines()[0]}")
             print(f"FAILED {key_of(arm)}: {e}", flush=True)
@@ -115,10 +121,26 @@ def run_one(arm: Arm, trace: list[TraceFault], keep: Path | None = None) -> dict
     """Raises ArmFailed, ValueError."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ettr_live_") as temp:
-        folder = (keep or Path(temp)) / key_of(arm).replace("/", "-")
-        folder.mkdir(parents=True)
+        folder = unused(keep or Path(temp), key_of(arm).replace("/", "-"))
         saved = account(arm, trace, run(arm, trace, folder))
     return {**saved, "took_s": round(time.monotonic() - began, 1)}
+
+
+def unused(parent: Path, name: str) -> Path:
+    """A new folder; that of an arm that was cut off stays as it is."""
+    names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
+    folder = next(f for n in names if not (f := parent.resolve() / n).exists())
+    folder.mkdir(parents=True)
+    return folder
+
+
+def wanted(arms: Sequence[Arm], only: str) -> list[Arm]:
+    """Those whose key has this text, and the arms without faults that they are placed by."""
+    chosen = [a for a in arms if only in key_of(a)]
+    places = {(a.load, a.seed) for a in chosen}
+    return [
+        a for a in arms if a in chosen or (a.strategy == "no_fault" and (a.load, a.seed) in places)
+    ]
 
 
 def show(saved: dict[str, Any]) -> None:
@@ -141,19 +163,27 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+")
     parser.add_argument("--steps", type=int, help="of each arm, instead of 100 (or 50, or 30)")
-    parser.add_argument("--only", default="", help="arms whose key has this text, and no_fault")
-    parser.add_argument("--keep", type=Path, help="an empty folder for the run folders to stay in")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="arms whose key (load/seed/strategy/faults/...) has this text, and their no_fault",
+    )
+    parser.add_argument("--keep", type=Path, help="a folder for the run folders to stay in")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--verify", action="store_true")
     args = parser.parse_args()
+    if args.steps is not None and args.steps < WINDOW_STEPS:
+        parser.error(f"--steps {args.steps}: a fault needs a window of {WINDOW_STEPS} steps")
     out = args.out or (QUICK if args.quick else FULL)
-    arms = plan(quick=args.quick, seeds=args.seeds, steps=args.steps)
-    arms = [a for a in arms if args.only in key_of(a) or a.strategy == "no_fault"]
+    arms = wanted(plan(quick=args.quick, seeds=args.seeds, steps=args.steps), args.only)
     try:
-        results = Results(out, machine())
+        if not arms:
+            raise ValueError(f"no arm's key has {args.only!r}")
+        results = Results(out, machine(), {a.load: a.steps for a in arms})
     except ValueError as e:
         print(f"ettr_live: error: {e}", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # jobs are ended
     failed = measure(arms, results, args.keep)
     found = tables.rows(results.arms)
     print("\n".join(table(found)))
@@ -167,6 +197,10 @@ def main() -> int:
     if failed:
         print("\n".join(["not measured:", *failed]))
         aims["arms_that_failed"] = Aim(float(len(failed)), 0.0)
+    lacking = tables.unmeasured(found)
+    if args.verify and lacking:
+        print("\n".join(["not measured, so nothing is verified:", *lacking]))
+        aims["arms_not_measured"] = Aim(float(len(lacking)), 0.0)
     figures = {f"{r.load}/{r.name}": {"strict": r.strict, "paper": r.paper} for r in found}
     return finish("ettr_live", figures, aims, verify=args.verify)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -116,11 +117,17 @@ def restart_phases(
     seen; restart: until the new life begins to work; reconnect: until its first batch is sealed;
     redo: until that is committed. Then catch_up: until what was committed before is, too."""
     found = []
-    for restart in restarts:
+    lives_s = [-math.inf, *(r.started_mono_s for r in restarts)]
+    for restart, life_s in zip(restarts, lives_s, strict=False):
         before = [e for e in events if e.mono_s <= restart.seen_mono_s]
+        # Of an exit that nobody ordered nothing is known from before it was seen.
         after = [e for e in events if e.mono_s > restart.started_mono_s]
         hit_s = max(
-            (e.mono_s for e in before if e.kind is Kind.CHAOS and e.phase == "inject"),
+            (
+                e.mono_s
+                for e in before
+                if e.kind is Kind.CHAOS and e.phase == "inject" and e.mono_s > life_s
+            ),
             default=restart.seen_mono_s,
         )
         tip = max((e.step or 0 for e in before if e.kind is Kind.COMMIT), default=0)

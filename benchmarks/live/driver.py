@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import subprocess
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from torchtitan_rl_ft.chaos.injector import Injector
 from torchtitan_rl_ft.chaos.memory import Memory
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.chaos.targets import Targets
-from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.host import parent_bound, process
 from torchtitan_rl_ft.journal.checkpoints import finder
 from torchtitan_rl_ft.journal.store import Journal
 from torchtitan_rl_ft.observability.events import EventLog, Kind
@@ -31,7 +32,8 @@ from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests" / "integration")]
-from job_run import SUPERVISOR, Job  # noqa: E402
+from job_run import SUPERVISOR  # noqa: E402
+from job_run import Job as TestJob  # noqa: E402
 
 POLL_S = 0.01
 """The most by which an exit is noticed late; our supervisor needs no longer than that either."""
@@ -41,8 +43,16 @@ DEATH_LIMIT_S, DEATH_POLL_S = 30.0, 0.005
 STEP_LIMIT_S = 60.0
 """No arm may take longer than this for each of its steps, restarts included."""
 
-
 DISCARDED = "full restart"
+
+
+class Job(TestJob):
+    """Ends with this process, however that ends: the next arm, or the next run, has the machine
+    for itself. To be started from the main thread."""
+
+    def spawn(self, name: str, *command: str, **env: str) -> subprocess.Popen[bytes]:
+        bound = (sys.executable, "-I", "-S", parent_bound.__file__, str(os.getpid()))
+        return super().spawn(name, *bound, *command, **env)
 
 
 class ArmFailed(Exception):

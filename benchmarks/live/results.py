@@ -15,8 +15,9 @@ class Results:
     """`{"format", "machine", "arms": [...]}`. Each arm carries the `config_hash` that it ran with,
     and replaces an older one of its `key`."""
 
-    def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        """Raises ValueError: the file is none of this format, with how to mend it."""
+    def __init__(self, path: Path, machine: dict[str, Any], steps: dict[str, int]) -> None:
+        """`steps`: of the arms to come, by load. Raises ValueError: the file is none of this
+        format, of another machine, or of runs of another length, with how to mend it."""
         self._path = path
         self.data: dict[str, Any] = {"format": FORMAT, "machine": machine, "arms": []}
         if not path.exists():
@@ -25,14 +26,13 @@ class Results:
             data = json.loads(path.read_bytes())
             if data["format"] != FORMAT or not isinstance(data["arms"], list):
                 raise ValueError(f"format {data['format']!r}, this is {FORMAT}")
+            _comparable(data, machine, steps)
         except (ValueError, KeyError, TypeError) as e:
             raise ValueError(
                 f"{path} holds no results that can be gone on with ({e}): name another file "
                 "with --out, or remove it"
             ) from None
-        # Figures of two machines do not belong into one table.
-        if data["machine"] == machine:
-            self.data = data
+        self.data = data
 
     @property
     def arms(self) -> list[dict[str, Any]]:
@@ -46,10 +46,15 @@ class Results:
         self.data["arms"] = [a for a in self.arms if a["key"] != result["key"]] + [result]
         self.write()
 
-    def keep(self, keys: set[str]) -> None:
-        """Forget arms that the plan no longer has."""
-        self.data["arms"] = [a for a in self.arms if a["key"] in keys]
-        self.write()
-
     def write(self) -> None:
         write_atomic(self._path, json.dumps(self.data, indent=1).encode() + b"\n")
+
+
+def _comparable(data: dict[str, Any], machine: dict[str, Any], steps: dict[str, int]) -> None:
+    """Raises ValueError: figures that do not belong into one table."""
+    if data["machine"] != machine:
+        raise ValueError(f"measured on another machine, {data['machine']}, this is {machine}")
+    for arm in data["arms"]:
+        wanted = steps.get(arm["load"], arm["steps"])
+        if arm["steps"] != wanted:
+            raise ValueError(f"{arm['key']} has {arm['steps']} steps, {wanted} are asked for")

@@ -38,6 +38,7 @@ class Row:
     recovery_s: dict[str, float]
     restarts: int
     samples_lost: int
+    samples_too_old: int
 
 
 def rows(arms: Sequence[Saved]) -> list[Row]:
@@ -74,6 +75,7 @@ def _row(load: str, name: str, each: Sequence[Saved], arms: Sequence[Saved]) -> 
         },
         restarts=sum(a["restarts_of_the_job"] for a in each),
         samples_lost=sum(a["samples"]["lost"] for a in each),
+        samples_too_old=sum(a["samples"]["too_old"] for a in each),
     )
 
 
@@ -83,7 +85,7 @@ def _mean(each: Sequence[Saved], value: Callable[[Saved], float]) -> float:
 
 HEAD = (
     *("load", "arm", "seeds", "faults", "step s", "strict", "(least..most)", "fault-free"),
-    *("paper", "wall s", "x no fault", "recovery s", "samples lost"),
+    *("paper", "wall s", "x no fault", "recovery s", "samples lost", "too old"),
 )
 
 
@@ -104,11 +106,13 @@ def cells(row: Row) -> tuple[str, ...]:
         "" if row.to_no_fault is None else f"{row.to_no_fault:.2f}",
         recovery or "-",
         str(row.samples_lost),
+        str(row.samples_too_old),
     )
 
 
 def aims(found: Sequence[Row]) -> dict[str, Aim]:
-    """On the load with the shorter step, against the better one of the two baselines."""
+    """Those that can be told: on the load with the shorter step, against the better one of the two
+    baselines."""
     main = {r.name: r for r in found if r.load == "short"}
     baselines = [main[name] for name in BASELINES if name in main]
     wanted: dict[str, Aim] = {}
@@ -123,3 +127,15 @@ def aims(found: Sequence[Row]) -> dict[str, Aim]:
     lost = sum(r.samples_lost for r in found if r.name.startswith("role_isolated"))
     wanted["samples_lost"] = Aim(float(lost), 0.0)
     return wanted
+
+
+def unmeasured(found: Sequence[Row]) -> list[str]:
+    """What the aims still need."""
+    main = {r.name: r for r in found if r.load == "short"}
+    lacking = [name for name in (OURS, *BASELINES) if name not in main]
+    lacking += [
+        f"recovery of {name}"
+        for name in (OURS, *BASELINES)
+        if name in main and not main[name].recovery_s
+    ]
+    return lacking

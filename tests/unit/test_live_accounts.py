@@ -83,6 +83,12 @@ def test_phases_of_a_restart_are_in_sum_the_time_until_it_has_caught_up():
     assert restart_phases(a_restarted_job(), []) == {}
 
 
+def test_an_exit_that_nobody_ordered_is_not_charged_from_the_injection_before_it():
+    events = [e for e in a_restarted_job() if not (e.kind is Kind.CHAOS and e.mono_s > 10)]
+    phases = restart_phases(events, RESTARTS)["job"]
+    assert phases[1]["detect"] == 0 and phases[0]["detect"] == pytest.approx(0.1)
+
+
 def test_of_outages_those_that_were_injected_and_are_over_count():
     def outage(name: str, **more) -> Outage:
         fields = {"detected_s": 1.1, "replaced_s": 1.2, "connected_s": 1.6, "until_s": 2.0}

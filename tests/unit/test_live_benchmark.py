@@ -1,15 +1,22 @@
 """The pure parts of benchmarks/ettr_live.py: traces, arms, saved results, tables and plots."""
 
+import json
+import subprocess
+import sys
+import time
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from benchmarks import ettr_live
 from benchmarks.live import plots, tables
+from benchmarks.live.accounts import key_of
 from benchmarks.live.arms import LOADS, Arm, config_hash, plan
 from benchmarks.live.results import Results
 from benchmarks.live.trace import TraceFault, draw
 from torchtitan_rl_ft.chaos.plan import FaultKind, When, parse
+from torchtitan_rl_ft.run_folder import ProcessId
 
 SHAPE = {"steps": 100, "step_s": 1.5, "groups": 2, "engines": 2}
 ARM = Arm("role_isolated", "trainers", "short", 100, 0, standby="spare")
@@ -97,6 +104,60 @@ def test_a_hash_is_of_the_arm_and_its_trace():
     assert len({same, *others}) == 5
 
 
+def test_of_the_plan_what_is_wanted_and_what_it_is_placed_by():
+    full = plan(quick=False, seeds=[0])
+    keys = [key_of(a) for a in ettr_live.wanted(full, "trainers")]
+    assert keys[:2] == ["short/0/no_fault", "short/0/role_isolated/trainers/spare"]
+    assert len(keys) == 13 and not any("all_roles" in k for k in keys)
+    assert {k.split("/")[0] for k in keys} == {"short", "long", "sync"}
+    keys = [key_of(a) for a in ettr_live.wanted(full, "sync/0/full_restart")]
+    assert [k.split("/")[2] for k in keys] == ["no_fault", "full_restart", "full_restart"]
+    assert ettr_live.wanted(full, "other") == []
+
+
+@pytest.mark.parametrize("words", [["--only", "other"], ["--steps", "9"]])
+def test_what_cannot_be_measured_is_said_at_once(tmp_path, monkeypatch, capsys, words):
+    out = tmp_path / "live.json"
+    monkeypatch.setattr(sys, "argv", ["ettr_live", "--out", str(out), *words])
+    try:
+        code = ettr_live.main()
+    except SystemExit as e:
+        code = e.code
+    assert code == 2 and words[1] in capsys.readouterr().err and not out.exists()
+
+
+def test_the_folder_of_an_arm_that_was_cut_off_stays(tmp_path):
+    folders = [ettr_live.unused(tmp_path / "keep", "short-0-no_fault") for _ in range(3)]
+    names = ["short-0-no_fault", "short-0-no_fault.1", "short-0-no_fault.2"]
+    assert [f.name for f in folders] == names and all(f.is_dir() for f in folders)
+
+
+A_BENCHMARK = """
+import sys, time
+from pathlib import Path
+from benchmarks.live.driver import Job
+with Job(Path(sys.argv[1]) / "run") as job:
+    job.spawn("supervisor", "sleep", "600")
+    print(job.processes["supervisor"].pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_job_ends_with_a_benchmark_that_is_killed(tmp_path):
+    command = [sys.executable, "-c", A_BENCHMARK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        job = ProcessId.of(int(benchmark.stdout.readline()))
+        try:
+            assert job.alive()
+        finally:
+            benchmark.kill()
+    end = time.monotonic() + 30
+    while job.alive():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 MACHINE = {"cpus": 2}
 
 
@@ -117,22 +178,49 @@ def saved(name: str, *, seed: int = 0, strict: float = 0.5, load: str = "short",
         "ettr_fault_free": {"strict": 0.7, "paper": 0.9},
         "recovery_s": {},
         "restarts_of_the_job": 0,
-        "samples": {"trained": 100, "lost": 0},
+        "samples": {"trained": 100, "lost": 0, "too_old": 0},
         **more,
     }
 
 
 def test_saved_arms_are_found_again_and_replaced_by_key(tmp_path):
     path = tmp_path / "live.json"
-    results = Results(path, MACHINE)
+    results = Results(path, MACHINE, {"short": 100})
     results.put(saved("no_fault"))
     results.put(saved("no_fault", seed=1))
     results.put(saved("no_fault", config_hash="other"))
-    again = Results(path, MACHINE)
+    again = Results(path, MACHINE, {"short": 100, "long": 50})
     assert [a["seed"] for a in again.arms] == [1, 0]
     assert again.find("other") is not None and again.find("short0no_fault") is None
-    # Figures of another machine are not gone on with.
-    assert Results(path, {"cpus": 4}).arms == []
+    # Figures of another machine, or of runs of another length, belong into no table with these, and
+    # are not lost.
+    before = path.read_bytes()
+    for machine, steps in (({"cpus": 4}, {"short": 100}), (MACHINE, {"short": 50})):
+        with pytest.raises(ValueError, match=r"live\.json holds no results .*--out"):
+            Results(path, machine, steps)
+    assert path.read_bytes() == before
+
+
+def test_an_arm_that_is_saved_is_not_run_again(tmp_path, monkeypatch, capsys):
+    """Killed in the middle of the third arm, started again: it and what follows are run."""
+    arms = [replace(ARM, strategy="no_fault", faults="none"), ARM, replace(ARM, standby="none")]
+    ran, killed = [], [key_of(arms[2])]
+
+    def run_one(arm: Arm, trace: list[TraceFault], keep: object) -> dict:
+        ran.append(key_of(arm))
+        if killed and key_of(arm) == killed[0]:
+            raise KeyboardInterrupt(killed.pop())
+        return saved(arm.name, config_hash=config_hash(arm, trace))
+
+    monkeypatch.setattr(ettr_live, "run_one", run_one)
+    path = tmp_path / "live.json"
+    with pytest.raises(KeyboardInterrupt):
+        ettr_live.measure(arms, Results(path, MACHINE, {"short": 100}))
+    assert len(ran) == 3 and len(json.loads(path.read_bytes())["arms"]) == 2
+    results = Results(path, MACHINE, {"short": 100})
+    assert ettr_live.measure(arms, results) == []
+    assert ran == [key_of(a) for a in [*arms, arms[2]]] and len(results.arms) == 3
+    assert capsys.readouterr().out.count("saved by an earlier run") == 2
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "arms": []}'])
@@ -140,7 +228,7 @@ def test_results_that_cannot_be_gone_on_with_are_named(tmp_path, content):
     path = tmp_path / "live.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=r"live\.json holds no results .*--out"):
-        Results(path, MACHINE)
+        Results(path, MACHINE, {})
 
 
 def test_rows_are_means_over_seeds_and_the_aims_compare_with_the_better_baseline(tmp_path):
@@ -150,7 +238,7 @@ def test_rows_are_means_over_seeds_and_the_aims_compare_with_the_better_baseline
         saved(tables.OURS, seed=1, strict=0.62, recovery_s={"trainer": 1.4}),
         saved(tables.BASELINES[0], strict=0.40, recovery_s={"job": 9.0}, restarts_of_the_job=10),
         saved(tables.BASELINES[1], strict=0.45, recovery_s={"job": 8.0}),
-        saved("role_isolated/all_roles/spare", samples={"trained": 96, "lost": 4}),
+        saved("role_isolated/all_roles/spare", samples={"trained": 96, "lost": 4, "too_old": 2}),
         saved("no_fault", load="long"),
     ]
     rows = tables.rows(arms)
@@ -164,7 +252,12 @@ def test_rows_are_means_over_seeds_and_the_aims_compare_with_the_better_baseline
     assert points.value == pytest.approx(19.0) and not points.met
     assert aims["recovery_to_full_restart"].value == pytest.approx(1.3 / 8.0)
     assert aims["samples_lost"].value == 4 and not aims["samples_lost"].met
+    assert rows[4].samples_too_old == 2
     assert tables.aims(rows[:2]) == {}
+    assert tables.unmeasured(rows) == []
+    assert tables.unmeasured(rows[:3]) == [tables.BASELINES[1]]
+    never_back = tables.rows([{**a, "recovery_s": {}} for a in arms])
+    assert tables.unmeasured(never_back)[0] == f"recovery of {tables.OURS}"
     assert all(len(tables.cells(row)) == len(tables.HEAD) for row in rows)
     plots.save(rows, tmp_path / "live.png")
     assert (tmp_path / "live.png").stat().st_size > 10_000
