@@ -1,10 +1,10 @@
-"""How long a fault goes unnoticed: our own detectors, asked as time passes."""
+"""How long a fault goes unnoticed: our own detectors, asked as time passes, and those of others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.simulator.parameters import Symptom
+from benchmarks.simulator.parameters import INSPECTION_S, Cause, Symptom
 from torchtitan_rl_ft.host import phase_limits
 from torchtitan_rl_ft.host.phase_file import PhaseRecord
 from torchtitan_rl_ft.serving import verdict
@@ -55,3 +55,9 @@ def trainer_s(limits: phase_limits.Limits, symptom: Symptom) -> float:
             record = replace(record, beats=record.beats + 1)
         observed = observed.seen(record, LOOK_S)
     return now_s
+
+
+def inspected_s(cause: Cause) -> float:
+    """By ByteRobust's inspections. An exit is noticed at once, as by us (assumption: its table has
+    intervals of inspections alone)."""
+    return 0.0 if cause.symptom is Symptom.EXIT else INSPECTION_S[cause.inspector]

@@ -55,8 +55,7 @@ CONTAINER_S = 30.0  # [RobustRL]
 ENGINE_START_S = 49.0  # [RobustRL]
 ENGINE_WEIGHTS_S = 10.0  # [RobustRL]
 REFILL_S = SCHEDULE_S + CONTAINER_S + ENGINE_START_S + ENGINE_WEIGHTS_S
-LAMINAR_REFILL_S = 252.0  # Laminar, second-hand: a machine with 2 rollout replicas
-LAMINAR_REPLICAS_LOST = 2  # Laminar, second-hand
+LAMINAR_REFILL_S = 252.0  # Laminar, second-hand: one machine (with 2 rollout replicas)
 
 SAVE_BLOCKING_S = 3.0  # [RobustRL] checkpoint of each step: 3 s blocking
 SAVE_ASYNC_S = 10.0  # [RobustRL] and about 10 s asynchronous

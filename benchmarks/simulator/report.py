@@ -121,7 +121,8 @@ def to_json(
             }
             for t in targets
             if t.verdict is not Verdict.APART
-        },
+        }
+        | _live_aim(validation),
         "tables": [
             {
                 "title": "Published figures",
@@ -139,6 +140,14 @@ def to_json(
         },
     }
     return json.dumps(_finite(data), indent=1) + "\n"
+
+
+def _live_aim(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    if not comparisons:
+        return {}
+    worst = max(abs(c.points) for c in comparisons)
+    met = all(c.met for c in comparisons)
+    return {"live runs: most points off": {"value": worst, "aim": TOLERANCE_POINTS, "met": met}}
 
 
 def _finite(value: Any) -> Any:

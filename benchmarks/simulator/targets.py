@@ -107,6 +107,8 @@ def best_step_s(misses: dict[float, float]) -> float:
 
 
 SWEEP = "RobustRL, fault sweep"
+TIME_PUBLISHED = (-2.2, -12.2)
+"""Percent, at 2 and at 10 % of the steps."""
 
 
 def ettr_sweep(sweep: Figures) -> list[Target]:
@@ -121,7 +123,7 @@ def ettr_sweep(sweep: Figures) -> list[Target]:
 
 
 def time_sweep(sweep: Figures, seeds: Sequence[int]) -> list[Target]:
-    few, many = (-2.2, -12.2)
+    few, many = TIME_PUBLISHED
     found = {s: _estimates(by, lambda pair: pair.time_percent) for s, by in sweep.items()}
     step_s = best_step_s({s: abs(a.mean - few) + abs(b.mean - many) for s, (a, b) in found.items()})
     low, high = found[step_s]
@@ -166,7 +168,10 @@ def _why_time_is_apart(
     others = ", ".join(
         f"{percent(p.HOURS_STEP_S, p.BASELINE_SAVE_EVERY, mode):.1f} % in {mode}" for mode in modes
     )
-    without = ", ".join(f"{percent(s, 1):.1f} % at {s:g} s a step" for s in (60.0, 80.0, 140.0))
+    saves_each = {s: percent(s, 1) for s in (60.0, 80.0, 140.0)}
+    if not restarts_alone_fit(least.mean, list(saves_each.values())):
+        return ""
+    without = ", ".join(f"{each:.1f} % at {s:g} s a step" for s, each in saves_each.items())
     return (
         f"of all step times from {STEPS_S[0]:g} to {STEPS_S[-1]:g} s the least at 10 % is "
         f"{least.mean:.1f} % (one run: ± {least.spread:.1f}) at {least_s:g} s ({others}, at "
@@ -175,6 +180,14 @@ def _why_time_is_apart(
         "published time has room for about the restarts alone: a baseline that saves every step "
         f"too gives {without}"
     )
+
+
+def restarts_alone_fit(least: float, saves_each: Sequence[float]) -> bool:
+    """Whether the published time at 10 % is a contradiction and no fault of the simulator: more is
+    saved at any step time, and what a baseline that saves each step would cost is about it."""
+    few, many = min(saves_each), max(saves_each)
+    published = TIME_PUBLISHED[1]
+    return least < published - TIME_POINTS and few - TIME_POINTS <= published <= many + TIME_POINTS
 
 
 STRESS = "RobustRL, 8B-Math at 10 %"
@@ -207,7 +220,7 @@ def stress(seeds: Sequence[int]) -> list[Target]:
 
 
 def restart_ratios(seeds: Sequence[int]) -> list[Target]:
-    """A check of the simulator's accounts: the restart times are parameters."""
+    """A check of the simulator's accounts, not of its model: the restart times are parameters."""
     found = []
     for name, times in (("8B", p.RESTART_8B), ("32B", p.RESTART_32B)):
         pairs = stressed(
@@ -223,15 +236,15 @@ def restart_ratios(seeds: Sequence[int]) -> list[Target]:
             [float(np.mean(x.base.outages_s) / np.mean(x.ours.outages_s)) for x in pairs]
         )
         source = "RobustRL, restart times"
-        found.append(Target(f"restart ratio, {name}", ratio, 1.6, RATIO, source))
+        found.append(Target(f"restart ratio (an input), {name}", ratio, 1.6, RATIO, source))
     return found
 
 
 def hours(seeds: Sequence[int], stress_step_s: float) -> list[Target]:
     """0.8 to 2.1 h saved in 100 steps, at the step time of 80 against 60 % and at its own."""
 
-    def saved_h(step_s: float) -> Estimate:
-        pairs = stressed(
+    def pairs(step_s: float) -> list[Pair]:
+        return stressed(
             gpus=p.STRESS_GPUS,
             steps=p.STRESS_STEPS,
             faults=p.STRESS_FAULTS,
@@ -239,16 +252,21 @@ def hours(seeds: Sequence[int], stress_step_s: float) -> list[Target]:
             seeds=seeds,
             base=lambda: FullRestart(save_every=1),
         )
-        return Estimate.of([(x.base.wall_s - x.ours.wall_s) / 3600 for x in pairs])
 
-    at_60 = saved_h(stress_step_s)
-    long = saved_h(p.HOURS_STEP_S)
-    reason = (
-        f"80 against 60 % needs some {stress_step_s:g} s a step, at which {at_60.mean:.1f} h are "
-        f"saved; 0.8 h as 8.4 % and 2.1 h as 17.4 % are steps of {p.HOURS_STEP_S:g} s and more, at "
-        f"which {long.mean:.1f} h are saved and the baseline has far more than 60 %"
-    )
+    def saved_h(of: list[Pair]) -> Estimate:
+        return Estimate.of([(x.base.wall_s - x.ours.wall_s) / 3600 for x in of])
+
+    long_pairs = pairs(p.HOURS_STEP_S)
+    at_60, long = saved_h(pairs(stress_step_s)), saved_h(long_pairs)
+    base = 100 * float(np.mean([x.base.credit for x in long_pairs]))
     middle, half = (0.8 + 2.1) / 2, (2.1 - 0.8) / 2
+    reason = ""
+    if base > 60 + ETTR_POINTS and abs(long.mean - middle) <= half:
+        reason = (
+            f"80 against 60 % needs some {stress_step_s:g} s a step, at which {at_60.mean:.1f} h "
+            f"are saved; 0.8 h as 8.4 % and 2.1 h as 17.4 % are steps of {p.HOURS_STEP_S:g} s and "
+            f"more, at which {long.mean:.1f} h are saved and the baseline has {base:.0f} %"
+        )
     source = "RobustRL, end-to-end time, 8B"
     return [
         Target("10 %: hours saved", at_60, middle, half, source, stress_step_s, reason=reason),

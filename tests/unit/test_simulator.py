@@ -14,7 +14,15 @@ from rich.console import Console
 
 from benchmarks.simulator import __main__ as command
 from benchmarks.simulator import cluster as clusters
-from benchmarks.simulator import detection, experiments, failures, report, training, validation
+from benchmarks.simulator import (
+    detection,
+    experiments,
+    failures,
+    report,
+    targets,
+    training,
+    validation,
+)
 from benchmarks.simulator import parameters as p
 from benchmarks.simulator.cluster import Cluster, Workload
 from benchmarks.simulator.estimate import Estimate
@@ -292,15 +300,38 @@ def test_only_a_miss_without_a_reason_fails_the_verification() -> None:
     apart = Target("c", estimate(9.0), 1.0, 0.5, "source", reason="contradicts a")
     missed = Target("d", estimate(9.0), 1.0, 0.5, "source")
     assert [t.verdict for t in (met, over, apart)] == [Verdict.MET, Verdict.MET, Verdict.APART]
-    assert command.all_missed([met, over, apart], []) == []
-    assert command.all_missed([met, missed], []) == ["d"]
+    near = validation.Comparison("role_isolated", 0, "strict", 0.58, 0.6)
+    assert command.all_missed([met, over, apart], [near]) == []
+    assert command.all_missed([met, missed], [near]) == ["d"]
+    assert len(command.all_missed([met], [])) == 1  # nothing was validated
     off = validation.Comparison("full_restart", 0, "strict", 0.5, 0.6)
     assert command.all_missed([met], [off]) == ["live full_restart, strict"]
     text = report.to_json([met, apart, missed], [], [], [off], {"seeds": 4})
     saved = json.loads(text)
     assert saved["figures"]["targets"][1]["verdict"] == "apart"
-    assert {n: a["met"] for n, a in saved["aims"].items()} == {"a": True, "d": False}
+    met_by_name = {n: a["met"] for n, a in saved["aims"].items()}
+    assert met_by_name == {"a": True, "d": False, "live runs: most points off": False}
+    assert saved["aims"]["live runs: most points off"]["value"] == pytest.approx(10)
     assert "contradicts a" in str(saved["tables"][0])
+
+
+def test_a_miss_is_a_contradiction_only_where_the_simulator_shows_it() -> None:
+    # -12.2 % are published; restarts alone cost -11 to -16 % here, redoing more.
+    assert targets.restarts_alone_fit(-21.4, [-15.8, -14.1, -11.2])
+    assert not targets.restarts_alone_fit(-21.4, [-21.0, -20.0])  # the restarts are too dear
+    assert not targets.restarts_alone_fit(-5.0, [-15.8, -11.2])  # too little is saved
+
+
+def test_others_notice_an_exit_as_we_do() -> None:
+    by_name = {c.name: c for c in p.CAUSES}
+    assert detection.inspected_s(p.INJECTED) == detection.inspected_s(by_name["software"]) == 0
+    assert detection.inspected_s(by_name["network"]) == 30.0
+    assert detection.inspected_s(by_name["watchdog"]) == 600.0
+    fault = Fault("engine", after_step=4)  # one machine, whoever has lost it
+    for make in (LaminarLike, RoleIsolated):
+        job = Job(plain(), SMALL, make(refill_s=1e6), [fault])
+        job.run()
+        assert job.pipeline.engines_up == SMALL.engines - 1, make
 
 
 def arm(strategy: str, result: Result | None, **changes: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.simulator import detection
 from benchmarks.simulator import parameters as p
 from benchmarks.simulator.failures import Fault
 from benchmarks.simulator.strategies.base import Steps, restart_job
@@ -34,4 +35,4 @@ class FullRestart:
     def _unnoticed_s(self, fault: Fault) -> float:
         if self.detection_s is not None:
             return self.detection_s
-        return 0.0 if fault.cause == p.INJECTED else p.INSPECTION_S[fault.cause.inspector]
+        return detection.inspected_s(fault.cause)

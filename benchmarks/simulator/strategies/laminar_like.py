@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.simulator import detection
 from benchmarks.simulator import parameters as p
 from benchmarks.simulator.failures import Fault
 from benchmarks.simulator.strategies.base import Steps
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class LaminarLike:
-    """`trainer_s`: nobody publishes it; taken as that of a whole job's trainers (assumption)."""
+    """`trainer_s`: nobody publishes it; taken as RobustRL's of trainers alone, like ours
+    (assumption)."""
 
-    trainer_s: float = p.RESTART_8B.job_s
+    trainer_s: float = p.RESTART_8B.trainer_s
     refill_s: float = p.LAMINAR_REFILL_S
     save_every: int = p.BASELINE_SAVE_EVERY
     name: str = "laminar_like"
@@ -27,10 +29,10 @@ class LaminarLike:
         return self._trainer(job, fault) if fault.role == "trainer" else self._engine(job)
 
     def _trainer(self, job: Job, fault: Fault) -> Steps:
-        injected = fault.cause == p.INJECTED
+        unnoticed_s = detection.inspected_s(fault.cause)
         epoch = job.new_epoch()
-        job.lose_group(0, noticed=injected)
-        yield job.env.timeout(0.0 if injected else p.INSPECTION_S[fault.cause.inspector])
+        job.lose_group(0, noticed=unnoticed_s == 0)
+        yield job.env.timeout(unnoticed_s)
         if epoch != job.epoch:
             return
         job.restarting()
@@ -39,6 +41,6 @@ class LaminarLike:
             job.group_back(0)
 
     def _engine(self, job: Job) -> Steps:
-        lost = job.lose_engines(p.LAMINAR_REPLICAS_LOST, progress_kept=True)
+        lost = job.lose_engines(1, progress_kept=True)
         yield job.env.timeout(self.refill_s)
         job.engines_back(lost)
