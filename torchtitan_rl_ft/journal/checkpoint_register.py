@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from torchtitan_rl_ft.journal import protocol
-from torchtitan_rl_ft.journal.checkpoints import Found
+from torchtitan_rl_ft.journal.checkpoints import MARKER, Found
 from torchtitan_rl_ft.journal.protocol import AttachAnswer, CheckpointRef, State
+from torchtitan_rl_ft.journal.records import GENESIS
 from torchtitan_rl_ft.journal.retention import superfluous
 from torchtitan_rl_ft.journal.store import Journal
 
@@ -31,6 +32,21 @@ class CheckpointRegister:
         self._journal, self._flaw, self._find, self._keep = journal, flaw, find, keep
         self._unusable: dict[str, str] = {}  # path of a checkpoint -> why
 
+    def begin_after_newest(self) -> None:
+        """A journal that is kept in memory knows of nothing before this start: the newest complete
+        checkpoint says where it goes on. Of two of one step, the one that was written last."""
+        if not (self._journal.forgetful and self._journal.unwritten):
+            return
+        newest: Found | None = None
+        for found in sorted(self._find(), key=lambda f: (f.step, _written_s(f))):
+            if found.token is not None and self.why_incomplete(_ref(found)) is None:
+                newest = found
+        if newest is None:
+            self._journal.begin_after(State(0, GENESIS), None)
+        else:
+            self._journal.begin_after(_state(newest), newest.batch)
+            self._journal.add_checkpoint(_ref(newest))
+
     def why_incomplete(self, checkpoint: CheckpointRef) -> str | None:
         return self._unusable.get(checkpoint.path) or self._flaw(checkpoint)
 
@@ -39,6 +55,7 @@ class CheckpointRegister:
         if path in self._unusable:
             return False
         self._unusable[path] = reason
+        self.begin_after_newest()
         return True
 
     def saved(self, state: State) -> bool:
@@ -68,17 +85,17 @@ class CheckpointRegister:
         loaded = answer.checkpoint.step if answer.checkpoint else 0
         known = {State(c.step, c.token) for c in self._journal.checkpoints}
         return [
-            f"{found.path}: "
-            + (
-                protocol.SUPERSEDED.format(step=found.step)
-                if found.token is not None
-                else self._flaw(CheckpointRef(found.step, "", found.path))
-                or "its marker is of another format"
-            )
+            f"{found.path}: {self._unusable.get(found.path) or self._left_why(found)}"
             for found in self._find()
             if found.step > loaded
             and (found.token is None or State(found.step, found.token) not in known)
         ]
+
+    def _left_why(self, found: Found) -> str:
+        if (why := self._flaw(_ref(found))) is not None:
+            return why
+        superseded = protocol.SUPERSEDED.format(step=found.step)
+        return "its marker is of another format" if found.token is None else superseded
 
     def superfluous(self, on_chain: OnChain, being_saved: Collection[State]) -> list[str]:
         """Paths of checkpoints that need not be kept."""
@@ -103,3 +120,19 @@ class CheckpointRegister:
             ):
                 self._journal.free_through(checkpoint.step)
                 return
+
+
+def _state(found: Found) -> State:
+    return State(found.step, found.token or "")
+
+
+def _ref(found: Found) -> CheckpointRef:
+    return CheckpointRef(found.step, found.token or "", found.path)
+
+
+def _written_s(found: Found) -> float:
+    """Unix time of its marker; 0 without one."""
+    try:
+        return (Path(found.path) / MARKER).stat().st_mtime
+    except OSError:
+        return 0.0

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl_ft.journal.protocol import CheckpointRef
+from torchtitan_rl_ft.journal.protocol import BatchRef, CheckpointRef
 from torchtitan_rl_ft.run_folder import fsync_dir, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -151,15 +151,25 @@ def damage(path: Path, files: Mapping[str, FileMark]) -> str | None:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder below the checkpoint folder. `token` is None without a marker that can be read."""
+    """A folder below the checkpoint folder. `token` is None without a marker that can be read;
+    `batch`: the last one of its history."""
 
     step: int
     token: str | None
     path: str
+    batch: BatchRef | None = None
 
     @property
     def name(self) -> str:
         return Path(self.path).name
+
+
+def _batch_of(marker: Mapping[str, Any]) -> BatchRef | None:
+    """None at step 0, and where another version wrote it otherwise."""
+    try:
+        return BatchRef(int(marker["batch"]["id"]), str(marker["batch"]["digest"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def finder(folder: Path) -> Callable[[], list[Found]]:
@@ -173,7 +183,8 @@ def finder(folder: Path) -> Callable[[], list[Found]]:
                 continue
             try:
                 told = json.loads((path / MARKER).read_bytes())
-                found.append(Found(int(told["step"]), str(told["token"]), str(path)))
+                step, token, batch = int(told["step"]), str(told["token"]), _batch_of(told)
+                found.append(Found(step, token, str(path), batch))
             except (OSError, ValueError, KeyError, TypeError):
                 found.append(Found(int(number), None, str(path)))
         return found

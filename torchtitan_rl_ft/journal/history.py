@@ -14,6 +14,9 @@ from torchtitan_rl_ft.journal.records import GENESIS, CommitRecord, Share
 from torchtitan_rl_ft.journal.registry import Registry
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 
+_UNKNOWN = ""
+"""The token, or the digest, of a step before the one that the history began after."""
+
 
 @dataclass(frozen=True)
 class Commit:
@@ -33,6 +36,7 @@ class History(Registry):
 
     def __init__(self, db: Database, events: EventSink, wall_s: Callable[[], float]) -> None:
         super().__init__(db, events, wall_s)
+        self._base_batch_id = 0  # the last batch of which nothing else is known
         self._load()
 
     def _load(self) -> None:
@@ -54,6 +58,31 @@ class History(Registry):
             )
         }
         self._freed_through = int(self._meta("freed_through") or 0)
+
+    def begin_after(self, state: State, batch: BatchRef | None) -> None:
+        """Go on from `state`, whose last batch was `batch`, if known: what came before is final.
+        Possible until something is sealed. Raises JournalStateError."""
+        with self._mutex:
+            if not self.unwritten:
+                raise JournalStateError(f"the history goes on from step {self.tip.step}")
+            with self._db.write() as db:
+                db.execute("DELETE FROM checkpoints")
+            self._checkpoints = self._load_checkpoints()
+            nothing = BatchRef(0, _UNKNOWN)
+            last = nothing if batch is None else batch
+            self._base_batch_id = last.batch_id
+            self._tokens = [GENESIS, *[_UNKNOWN] * state.step]
+            self._tokens[state.step] = state.token
+            self._plan = {step: nothing for step in range(1, state.step)}
+            if not state.fresh:
+                self._plan[state.step] = last
+            self._freed_through = state.step
+        self._changed()
+
+    @property
+    def unwritten(self) -> bool:
+        """Nothing was sealed, and so nothing was committed."""
+        return self._db.one("SELECT 1 FROM batches LIMIT 1") is None
 
     @property
     def tokens(self) -> Sequence[str]:
@@ -175,7 +204,7 @@ class History(Registry):
 
     @property
     def known_history(self) -> bool:
-        return self._db.one("SELECT 1 FROM commits LIMIT 1") is not None
+        return self.tip.step > 0 or self._db.one("SELECT 1 FROM commits LIMIT 1") is not None
 
     @property
     def era(self) -> int:

@@ -77,6 +77,7 @@ class Ledger:
         self._checkpoints = CheckpointRegister(
             journal, flaw=why_incomplete, find=find_checkpoints, keep=keep_checkpoints
         )
+        self._checkpoints.begin_after_newest()
         self._max_numeric_refusals = max_numeric_refusals
         self._at_numeric_limit: Literal["drop", "stop"] = at_numeric_limit
         self._publishes = publishes

@@ -76,6 +76,9 @@ class Journal(History, Partials):
     and, where the caller's request does not fit, JournalStateError.
     """
 
+    forgetful = False
+    """It is kept in memory alone."""
+
     def __init__(
         self,
         db: Database,
@@ -106,7 +109,8 @@ class Journal(History, Partials):
     ) -> Self:
         """Open or create the journal in `folder` (RUN/journal) as its only writer.
 
-        `durable=False` (`rollout.journal=false`) keeps it in memory, with the same interface.
+        `durable=False` (`rollout.journal=false`) keeps it in memory, with the same interface: it is
+        `forgetful`, and empty at first.
         Raises JournalBusy when another living job owns the folder, JournalCorrupt,
         JournalWriteError.
         """
@@ -117,7 +121,9 @@ class Journal(History, Partials):
         lock = OwnerLock(folder)
         try:
             db = Database(folder / FILE_NAME if durable else None)
-            return cls(db, lock, events, wall_s)
+            made = cls(db, lock, events, wall_s)
+            made.forgetful = not durable
+            return made
         except BaseException:
             lock.release()
             raise
@@ -218,7 +224,8 @@ class Journal(History, Partials):
     # Batches --------------------------------------------------------------------------------
 
     def next_batch_id(self) -> int:
-        return self._number("SELECT coalesce(max(id), 0) + 1 FROM batches")
+        last = self._number("SELECT coalesce(max(id), 0) FROM batches")
+        return max(last, self._base_batch_id) + 1
 
     def seal(
         self, batch: SealedBatch, group_ids: Sequence[int], *, cursor: Any | None = None
