@@ -2,10 +2,10 @@
 
     python -m benchmarks.pages [--check]
 
-One section per file of results. A JSON file may have `aims` ({name: {value, aim, met}}), `tables`
-([{title, head, rows}]), `figures` or figures at its top, and lists of records; the live benchmark's
-arms are its table; a picture of the same name is shown, a text file as it is. --check writes
-nothing, and fails when the page is not up to date.
+One section per file of results. A JSON file may have `aims` ({name: {value, aim, met, note}}),
+`tables` ([{title, head, rows}]), `figures` or figures at its top, and lists of records; the live
+benchmark's arms are its table; a picture of the same name is shown, a text file as it is. --check
+writes nothing, and fails when the page is not up to date.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ HEAD = """# Benchmarks
 
 Made from `benchmarks/results/` by `python -m benchmarks.pages`; not to be edited. Each section
 names the command that measures it anew; `--verify` makes that fail when an aim is missed. Figures
-are of the real thing (TorchTitan, torchft, SGLang) on two CPU cores, with a model so small that a
-step is short; what does not depend on the machine is the ratio of two figures of one run.
+are of the real thing (TorchTitan, torchft, SGLang) on two CPU cores, but for the simulator's, with
+a model so small that a step is short; what does not depend on the machine is the ratio of two
+figures of one run.
 """
 
 MAX_FIGURES = 40
@@ -89,9 +90,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _aim_rows(path: Path) -> list[tuple[str, ...]]:
     return [
-        (path.stem, name, number(a["value"]), number(a["aim"]), "met" if a["met"] else "**missed**")
+        (path.stem, name, number(a["value"]), number(a["aim"]), _verdict(a))
         for name, a in _read(path).get("aims", {}).items()
     ]
+
+
+def _verdict(aim: dict[str, Any]) -> str:
+    told = "met" if aim["met"] else "**missed**"
+    return f"{told}: {note}" if (note := aim.get("note")) else told
 
 
 def _told(name: str) -> list[str]:

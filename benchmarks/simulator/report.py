@@ -43,6 +43,9 @@ def target_cells(t: Target) -> tuple[str, ...]:
     return (str(t.verdict), t.name, t.predicted.text(digits=digits), spread, goal, step, t.source)
 
 
+APART_NOTE = "contradicts other published figures; does not fail --verify"
+
+
 def reasons(targets: Sequence[Target]) -> dict[str, str]:
     """Each once, by the figures that it is told of."""
     names: dict[str, list[str]] = {}
@@ -50,6 +53,23 @@ def reasons(targets: Sequence[Target]) -> dict[str, str]:
         if t.verdict is Verdict.APART:
             names.setdefault(t.reason, []).append(t.name)
     return {"; ".join(of): reason for reason, of in names.items()}
+
+
+def print_verdict(console: Console, targets: Sequence[Target], missed: Sequence[str]) -> None:
+    """`missed`: what fails --verify."""
+    apart = [t.name for t in targets if t.verdict is Verdict.APART]
+    for told in (
+        f"missed, fails --verify: {', '.join(missed) or 'none'}",
+        f"not reproduced, does not fail --verify: {', '.join(apart) or 'none'}",
+        FITTED,
+    ):
+        console.print(told, soft_wrap=True, highlight=False)
+
+
+FITTED = (
+    "fitted to the figures they are compared with: step times, the failure rate at 100K GPUs, what "
+    "a second is worth; restart times are given, their ratio is no prediction (docs/simulator.md)"
+)
 
 
 def print_scales(console: Console, rows: Sequence[ScaleRow], step_s: float, calm: Result) -> None:
@@ -118,9 +138,9 @@ def to_json(
                 "value": t.predicted.mean,
                 "aim": t.target,
                 "met": t.verdict is Verdict.MET,
+                "note": APART_NOTE if t.verdict is Verdict.APART else "",
             }
             for t in targets
-            if t.verdict is not Verdict.APART
         }
         | _live_aim(validation),
         "tables": [

@@ -15,7 +15,10 @@ def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
     found = {
         "figures": {"seconds": {"spare": [1.0, 1.5, 4.0]}, "ratio": 0.25, "name": "not a figure"},
         "tables": [{"title": "Sweep", "head": ["faults", "points"], "rows": [["2 %", "a|b"]]}],
-        "aims": {"ratio": {"value": 0.25, "aim": 0.2, "met": False}},
+        "aims": {
+            "ratio": {"value": 0.25, "aim": 0.2, "met": False},
+            "hours": {"value": 0.4, "aim": 1.5, "met": False, "note": "contradicts the ratio"},
+        },
     }
     (tmp_path / "simulated.json").write_text(json.dumps(found))
     (tmp_path / "simulated.png").touch()
@@ -23,6 +26,7 @@ def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
     text = pages.page(tmp_path)
     for line in (
         "| simulated | ratio | 0.25 | 0.2 | **missed** |",
+        "| simulated | hours | 0.4 | 1.5 | **missed**: contradicts the ratio |",
         "| seconds / spare | 1.5 (1..4, 3 times) |",
         "| 2 % | a\\|b |",
         "![simulated](benchmarks/results/simulated.png)",

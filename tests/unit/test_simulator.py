@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -306,11 +307,16 @@ def test_only_a_miss_without_a_reason_fails_the_verification() -> None:
     assert len(command.all_missed([met], [])) == 1  # nothing was validated
     off = validation.Comparison("full_restart", 0, "strict", 0.5, 0.6)
     assert command.all_missed([met], [off]) == ["live full_restart, strict"]
+    said = io.StringIO()
+    report.print_verdict(Console(file=said, width=200), [met, apart, missed], ["d"])
+    assert said.getvalue().startswith(
+        "missed, fails --verify: d\nnot reproduced, does not fail --verify: c\n"
+    )
     text = report.to_json([met, apart, missed], [], [], [off], {"seeds": 4})
     saved = json.loads(text)
     assert saved["figures"]["targets"][1]["verdict"] == "apart"
     met_by_name = {n: a["met"] for n, a in saved["aims"].items()}
-    assert met_by_name == {"a": True, "d": False, "live runs: most points off": False}
+    assert met_by_name == {"a": True, "c": False, "d": False, "live runs: most points off": False}
     assert saved["aims"]["live runs: most points off"]["value"] == pytest.approx(10)
     assert "contradicts a" in str(saved["tables"][0])
 
