@@ -181,6 +181,18 @@ def test_the_other_roles(role):
     assert found.samples_replayed == (8 if role == "rollout" else 0)
 
 
+def test_the_gateway_before_the_engines_is_back_when_it_answers():
+    log = job()
+    exit_(log, "gateway", by="serving")
+    log.now_s += 0.5
+    log.spawn("gateway", by="serving")
+    log.now_s += 1.0
+    log.emit("serving", Kind.READY, subject="gateway", url="http://x")
+    found = only(log)
+    assert (found.role, found.name, found.total_s) == ("gateway", "gateway", 1.5)
+    assert found.done_s is not None and found.phase_s["restart"] == 1.5
+
+
 def test_one_that_lasts_reaches_to_the_last_event():
     log = job()
     exit_(log, "engine-0", by="serving")

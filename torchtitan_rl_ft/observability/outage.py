@@ -10,7 +10,7 @@ from torchtitan_rl_ft.observability.events import first_line
 
 PHASES = ("detect", "restart", "reconnect", "redo")
 
-ROLES = ("trainer", "engine", "rollout", "serving", "lighthouse", "supervisor")
+ROLES = ("trainer", "engine", "rollout", "serving", "gateway", "lighthouse", "supervisor")
 
 _NUMBERED = re.compile(r"(trainer|engine)-\d+")
 

@@ -237,7 +237,7 @@ class Outages:
             return
         if outage.replaced_s is None:
             outage.replaced_s = event.mono_s
-        if outage.role == "lighthouse":
+        if outage.role in ("lighthouse", "gateway"):
             self._done(name, event.mono_s)
 
     def _transition(self, event: Event) -> None:

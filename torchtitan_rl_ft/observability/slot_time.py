@@ -81,8 +81,8 @@ def entries_of(
     start_s, begin_s, end_s = bounds.since_s, bounds.begin_s, bounds.end_s
     all_ = list(slots.slots.values())
     of_role = [
-        _lapses(o for o in outages if o.role == role)
-        for role in ("trainer", "rollout", "serving", "lighthouse")
+        _lapses(o for o in outages if o.role in roles)
+        for roles in (("trainer",), ("rollout",), ("serving", "gateway"), ("lighthouse",))
     ]
     unseen = union(
         Segment(o.began_s, o.until_s)
