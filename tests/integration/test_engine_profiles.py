@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -96,3 +97,25 @@ async def test_a_serving_that_is_away_is_asked_again(model: Path, tmp_path: Path
         await steps.look_at(3, 5)
         assert [a for a, _ in steps.asked] == ["start", "stop"] and len(steps.traces()) == 1
         assert len(steps.events.events) == 1
+
+
+async def test_the_end_of_a_run_waits_for_traces_within_its_limit(tmp_path: Path) -> None:
+    class Writing:
+        """Engines that are asked to stop and do not come to an end."""
+
+        async def profile(self, action: str, folder: Path) -> list[int]:
+            if action == "stop":
+                await asyncio.Event().wait()
+            folder.mkdir(parents=True, exist_ok=True)
+            return [0]
+
+    events = EventList()
+    profiles = engine_profiles.EngineProfiles(
+        Writing(), range(3, 5), tmp_path / "profiles", lambda: 4, events
+    )
+    await profiles.look()
+    async with asyncio.timeout(30):
+        await profiles.finish(0.05)
+    assert [e["cause"] for e in events.events] == [
+        "engines have not written their profiles within 0.05 s, the run ends"
+    ]

@@ -148,7 +148,7 @@ async def _run(resolved: Resolved, folder: RunFolder, events: EventLog) -> int:
             stack.callback(profiles.cancel)
         await driver.run()
         if profiles is not None:
-            await profiles.finish()
+            await profiles.finish(sections.rollout.cleanup_timeout)
         await _linger(ledger, sections.recovery.batch_wait_timeout_s)
         code = _exit_code(ledger)
         if code == ExitCode.REQUEUE and not ledger.tip_saved():

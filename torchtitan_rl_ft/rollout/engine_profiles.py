@@ -68,11 +68,17 @@ class EngineProfiles:
         if self._following is not None:
             self._following.cancel()
 
-    async def finish(self) -> None:
-        """The last step is committed."""
+    async def finish(self, limit_s: float) -> None:
+        """The last step is committed. The run waits so long for traces, and ends without them."""
         self.cancel()
-        if not self._over and self._asked_at:
-            await self._ask("stop")
+        if self._over or not self._asked_at:
+            return
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._ask("stop")
+        except TimeoutError:
+            cause = f"engines have not written their profiles within {limit_s:g} s, the run ends"
+            self._events.emit(Kind.WARN, cause=cause)
 
     async def _ask(self, action: str) -> bool:
         try:
