@@ -188,5 +188,7 @@ def test_last_lines_of_a_log(tmp_path):
     log.write_bytes(b"x" * 100_000 + b"\n\n" + b"".join(b"line %d\n" % i for i in range(9)) + b"\n")
     assert last_lines(log, 2) == ["line 7", "line 8"]
     assert last_lines(tmp_path / "none") == []
+    log.write_bytes(b"\x1b[31mstep: 142  \x1b[38;2;180;60;0mloss:\x1b[39m 0.1\x1b[0m\n")
+    assert last_lines(log) == ["step: 142  loss: 0.1"]  # colours are for terminals
     log.write_bytes(b"\xff\xfe broken \n")
     assert len(last_lines(log)) == 1

@@ -59,7 +59,9 @@ def _death(subject: Any, cause: str, data: Mapping[str, Any]) -> str:
         about.append(f"up {uptime_s:.1f} s")
     about.append(f"log: {data.get('log', '?')}")
     said = " | ".join(str(t).strip() for t in (data.get("last_lines") or [])[-LAST_LINES:])
-    tail = f"; it said last: {said[-LAST_CHARS:]}" if said else ""
+    if len(said) > LAST_CHARS:
+        said = f"...{said[-LAST_CHARS:]}"
+    tail = f"; it said last: {said}" if said else ""
     return f"{subject} ended: {how} ({', '.join(about)}){tail}"
 
 
