@@ -13,7 +13,12 @@ from torchtitan_rl_ft.observability.events import EventLog, Kind, read_events
 from torchtitan_rl_ft.observability.health import HealthLimits, health
 from torchtitan_rl_ft.observability.live_ettr import LiveEttr, measured_json
 from torchtitan_rl_ft.observability.run_follower import RunFollower
-from torchtitan_rl_ft.observability.run_state import MOST_EVENTS, RunState, drop_reason
+from torchtitan_rl_ft.observability.run_state import (
+    MOST_EVENTS,
+    MOST_ROUTINE,
+    RunState,
+    drop_reason,
+)
 from torchtitan_rl_ft.observability.status_text import run_rows
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -65,6 +70,25 @@ def test_a_role_that_dies_and_comes_back():
     assert found["faults"] == 1 and found["restarts"] == {"trainer": 1}
     (told,) = [r for r in found["roles"] if r["name"] == "trainer-1"]
     assert told["reason"] == "killed by SIGKILL" and told["pid"] == 8 and told["age_s"] == 6.0
+
+
+def test_an_engine_that_is_found_broken_and_then_ends_is_one_fault():
+    broken = {"cause": "the detokenizer ended"}
+    made = state(RUN, about(Kind.SPAWN, "engine-1"), about(Kind.FAULT, "engine-1", **broken))
+    made.add_event(about(Kind.EXIT, "engine-1", phase="fault", **broken))
+    assert made.faults == 1
+    made.add_event(about(Kind.SPAWN, "engine-1"))
+    made.add_event(about(Kind.EXIT, "engine-1", phase="fault", **broken))
+    assert made.faults == 2
+    made.add_event(about(Kind.FAULT, "rollout", cause="the disk is full"))
+    made.add_event(about(Kind.EXIT, "rollout", phase="fault", cause="killed by SIGKILL"))
+    assert made.faults == 4
+
+
+def test_a_group_is_up_when_its_process_has_started():
+    made = state(RUN, about(Kind.SPAWN, "trainer-0"), about(Kind.SPAWN, "trainer-1"))
+    made.add_event(line(Kind.PHASE, "trainer-0", phase="attach"))
+    assert made.to_json(1.0)["groups"] == {"up": 1, "total": 2} and made.groups_alive == 2
 
 
 def test_the_restart_of_a_rank_and_a_promotion_count_for_their_group():
@@ -160,6 +184,19 @@ def test_events_are_kept_for_people_and_hold_no_line_of_a_log():
     (told,) = found["events"]
     assert told["name"] == "trainer-0" and told["cause"] == "exit code 1"
     assert "SECRET" not in json.dumps(made.to_json(0.0)) + json.dumps(made.events_after(0))
+
+
+def test_steps_in_which_all_is_well_do_not_push_out_a_fault():
+    made = state(RUN, line(Kind.WARN, cause="before"))
+    for step in range(1, 1000):
+        made.add_event(line(Kind.COMMIT, "rollout", step=step))
+        made.add_event(line(Kind.PUBLISH, "serving", step=step, version=step + 1))
+    made.add_event(line(Kind.WARN, cause="after"))
+    found = made.events_after(0)
+    assert [e["n"] for e in found["events"]] == sorted(e["n"] for e in found["events"])
+    assert [e["cause"] for e in found["events"] if "cause" in e] == ["before", "after"]
+    assert len(found["events"]) == MOST_ROUTINE + 3 and found["last"] == 2001
+    assert found["missed"] == found["last"] - len(found["events"])
 
 
 def test_memory_is_bounded():

@@ -74,7 +74,7 @@ class RunCollector:
 
     def _processes(self) -> Iterator[Metric]:
         state, members = self._state, self._state.members
-        yield _gauge("groups_up", "trainer groups whose process is there", state.groups_alive)
+        yield _gauge("groups_up", "trainer groups that have started", state.groups_up)
         yield _gauge("groups_expected", "trainer groups of the job", state.groups)
         yield _gauge("engines_serving", "engines that serve", state.engines_serving)
         yield _gauge("engines_expected", "engines of the job", state.engines)

@@ -7,6 +7,7 @@ kept.
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections import Counter, deque
@@ -16,6 +17,7 @@ from typing import Any
 
 from torchtitan_rl_ft.observability.curve import Curve
 from torchtitan_rl_ft.observability.events import Kind
+from torchtitan_rl_ft.observability.fault_count import FaultCount
 from torchtitan_rl_ft.observability.run_members import (
     BETWEEN_VERSIONS,
     NOT_UP,
@@ -26,6 +28,10 @@ from torchtitan_rl_ft.observability.run_members import (
 
 REATTACH = "reattach"
 MOST_EVENTS = 500
+MOST_ROUTINE = 60
+"""Events of steps in which all is well are kept apart: they must not push out what went wrong."""
+
+ROUTINE = frozenset({Kind.COMMIT, Kind.PUBLISH, Kind.CHECKPOINT, Kind.DUMP})
 MOST_REASONS = 20
 """Reasons that are counted apart; further ones are "other"."""
 
@@ -80,6 +86,7 @@ class RunState:
     reattached: bool = False  # engines of an earlier job were found alive
     work_begun: bool = False
     faults: int = 0
+    fault_count: FaultCount = field(default_factory=FaultCount)
     totals: Counter[str] = field(default_factory=Counter)  # events by kind, in all lives
     groups_issued: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # prompt groups by reason
@@ -87,7 +94,8 @@ class RunState:
     metrics: dict[str, Any] = field(default_factory=dict)
     curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
-    last_event: int = 0  # number of the last one in `events`, from 1
+    routine: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_ROUTINE))
+    last_event: int = 0  # number of the last one in `events` and `routine`, from 1
     outcome: str | None = None
 
     def add_event(self, line: Mapping[str, Any]) -> None:
@@ -97,12 +105,12 @@ class RunState:
         data = line.get("data", {})
         self.last_mono_s = mono_s
         self.totals[kind] += 1
+        subject = str(data.get("subject", line.get("name", "")))
+        self.faults += self.fault_count.begins(kind, line.get("phase"), subject, line.get("cause"))
         if kind in PROGRESS:
             self.progress_mono_s = mono_s
         if kind is Kind.RUN:
             self._run(line, mono_s)
-        elif kind is Kind.FAULT or (kind is Kind.EXIT and line.get("phase") == "fault"):
-            self.faults += 1
         elif kind is Kind.ISSUE:
             self.groups_issued += int(data.get("groups", 0))
         elif kind is Kind.SEAL:
@@ -173,8 +181,10 @@ class RunState:
             "version": line.get("version"),
             "old": data.get("old"),
             "new": data.get("new"),
+            "failing": data.get("failing"),
         }
-        self.events.append({k: v for k, v in told.items() if v is not None})
+        kept = self.routine if line["kind"] in ROUTINE else self.events
+        kept.append({k: v for k, v in told.items() if v is not None})
 
     # What is shown ----------------------------------------------------------------------
 
@@ -189,6 +199,13 @@ class RunState:
     @property
     def groups_alive(self) -> int:
         return sum(r.alive for n, r in self.members.roles.items() if n.startswith("trainer-"))
+
+    @property
+    def groups_up(self) -> int:
+        """Trainer groups that have started: a process that still imports is none."""
+        return sum(
+            r.state == "up" for n, r in self.members.roles.items() if n.startswith("trainer-")
+        )
 
     @property
     def engines_serving(self) -> int:
@@ -250,7 +267,7 @@ class RunState:
             "total_steps": self.total_steps,
             "commits": self.commits,
             "dumped": len(self.dumped),
-            "groups": {"up": self.groups_alive, "total": self.groups},
+            "groups": {"up": self.groups_up, "total": self.groups},
             "engines_up": {"up": self.engines_serving, "total": self.engines},
             "versions": {
                 "published": self.version,
@@ -276,9 +293,10 @@ class RunState:
 
     def events_after(self, n: int) -> dict[str, Any]:
         """Those with a greater number that are still kept; `missed`: how many are not."""
-        found = [e for e in self.events if e["n"] > n]
-        first = found[0]["n"] if found else self.last_event + 1
-        return {"events": found, "last": self.last_event, "missed": max(0, first - n - 1)}
+        kept = heapq.merge(self.events, self.routine, key=lambda e: e["n"])
+        found = [e for e in kept if e["n"] > n]
+        missed = max(0, self.last_event - n - len(found))
+        return {"events": found, "last": self.last_event, "missed": missed}
 
 
 def _every_step(kind: Kind, line: Mapping[str, Any]) -> bool:

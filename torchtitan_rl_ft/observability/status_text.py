@@ -53,7 +53,7 @@ def _progress(state: RunState, now_mono_s: float) -> str:
     parts = [state.phase(), f"{unit} {done} of {state.total_steps}"]
     parts.append(f"{state.elapsed_s(now_mono_s):.0f} s")
     if state.groups:
-        parts.append(f"groups {state.groups_alive}/{state.groups}")
+        parts.append(f"groups {state.groups_up}/{state.groups}")
     if state.engines:
         parts.append(f"engines {state.engines_serving}/{state.engines}")
     if state.buffered_batches:

@@ -11,6 +11,7 @@ from torchtitan_rl_ft.observability.ettr import Ettr, measure
 from torchtitan_rl_ft.observability.ettr_text import ettr_rows
 from torchtitan_rl_ft.observability.event_data import number
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
+from torchtitan_rl_ft.observability.fault_count import FaultCount
 from torchtitan_rl_ft.observability.healing import Recovery, recoveries
 from torchtitan_rl_ft.observability.lives import last_life, log_notes
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
@@ -146,9 +147,10 @@ def _phases(
 
 def _faults(life: Sequence[Event]) -> Counter[str]:
     found: Counter[str] = Counter()
+    count = FaultCount()
     for event in life:
-        subject = event.data.get("subject", event.name)
-        if event.kind is Kind.FAULT or (event.kind is Kind.EXIT and event.phase == "fault"):
+        subject = str(event.data.get("subject", event.name))
+        if count.begins(event.kind, event.phase, subject, event.cause):
             found[f"{subject}: {first_line(event.cause)}"] += 1
         elif event.kind is Kind.REFUSE:
             found["refused commits"] += 1
