@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 def test_ten_percent_of_steps_with_a_fault_cost_less_than_under_full_restarts(tmp_path):
     wanted = ("no_fault", tables.OURS, tables.BASELINES[0])
     arms = [a for a in plan(quick=True, steps=100) if a.name in wanted]
-    results = Results(tmp_path / "live.json", machine())
+    results = Results(tmp_path / "live.json", machine(), {"short": 100})
     assert measure(arms, results) == []
     calm, ours, restarted = results.arms
     assert (calm["strategy"], ours["strategy"], restarted["strategy"]) == (
