@@ -67,7 +67,7 @@ def test_now_and_at_a_moment_and_over_when_all_is_lifted(run: RunningJob) -> Non
     until(lambda: stopped(rollout))
     assert trainer.alive()
     run.log.emit(Kind.COMMIT, step=5)
-    out, err = command.communicate(timeout=20)
+    out, err = command.communicate(timeout=50)
     assert (command.returncode, err) == (ExitCode.DONE, "")
     assert not trainer.alive() and not stopped(rollout)
     lines = out.splitlines()
@@ -88,7 +88,7 @@ def test_ctrl_c_lifts_what_is_held(run: RunningJob) -> None:
     command = run.command("stop rollout", "kill trainer-0 at step 9")
     until(lambda: stopped(rollout))
     command.send_signal(signal.SIGINT)
-    out, _ = command.communicate(timeout=20)
+    out, _ = command.communicate(timeout=50)
     assert command.returncode == ExitCode.INTERRUPTED
     assert "lifted: stop rollout: rollout" in out
     assert not stopped(rollout) and run.victims["trainer-0"].alive()
@@ -102,7 +102,7 @@ def test_what_a_killed_command_held_is_lifted_by_the_next(run: RunningJob) -> No
     killed.kill()
     killed.wait()
     command = run.command("kill trainer-1")
-    out, _ = command.communicate(timeout=20)
+    out, _ = command.communicate(timeout=50)
     assert command.returncode == ExitCode.DONE
     assert not stopped(rollout) and not trainer.alive()
     assert list(run.folder.path.glob("chaos*")) == []
@@ -113,7 +113,7 @@ def test_the_jobs_own_injector_is_left_alone(run: RunningJob) -> None:
     own = Memory(run.folder)
     own.hold("stop trainer-0 #1", name="trainer-0", stopped=to_json([rollout]))
     command = run.command("kill trainer-1")
-    command.communicate(timeout=20)
+    command.communicate(timeout=50)
     assert command.returncode == ExitCode.DONE
     assert Memory(run.folder).held == own.held
 
@@ -144,7 +144,7 @@ def test_a_wrong_line_hits_nobody(
 
 def test_what_this_job_cannot_suffer_is_told(run: RunningJob) -> None:
     command = run.command("fail trainer-1 all-reduce", "stop trainer-0 for 0.1 s")
-    _, err = command.communicate(timeout=20)
+    _, err = command.communicate(timeout=50)
     assert command.returncode == ExitCode.FAILED
     assert "fail trainer-1 all-reduce: trainer-1 (pid" in err
     assert "was not started with process groups that can fail" in err
@@ -155,7 +155,7 @@ def test_a_job_that_has_ended(run: RunningJob, capsys: pytest.CaptureFixture[str
     waiting = run.command("kill trainer-1 at step 9")
     for name in ("supervisor", "trainer-0"):
         kill(run, name)
-    _, err = waiting.communicate(timeout=20)
+    _, err = waiting.communicate(timeout=50)
     assert waiting.returncode in (ExitCode.FAILED, ExitCode.CONFIG)
     assert "has ended" in err
     assert cli.main(["chaos", str(run.folder.path), "kill trainer-1"]) == ExitCode.CONFIG

@@ -55,6 +55,9 @@ BROKEN = [
         ["profile_steps", "profiling.enable_profiling"],
     ),
     ("--observability.profile_engines", ["profile_engines", "profile_steps is empty"]),
+    ("--observability.ettr_window_s 0", ["observability.ettr_window_s must be positive"]),
+    ("--observability.ettr_sample_s -1", ["observability.ettr_sample_s must be positive"]),
+    ("--observability.status_port 65536", ["observability.status_port", "ports lie between"]),
     ("--otel.export_interval_s 0", ["otel.export_interval_s must be positive"]),
     # replica groups
     ("--fault_tolerance.min_replica_size 0", [f"{FT}.min_replica_size", f"{FT}.replica_groups"]),

@@ -234,7 +234,7 @@ def test_a_receiver_that_fails_costs_one_warning(
     wait_for(lambda: exporter._failures > 1, "another failure")
     began_s = time.monotonic()
     log.close()
-    assert time.monotonic() - began_s < 1.5
+    assert time.monotonic() - began_s < 10  # no retries at the end of a role
     warnings = [e for e in read_events(tmp_path / "events.jsonl") if e.kind is Kind.WARN]
     assert len(warnings) == 1 and endpoint in warnings[0].cause, warnings
     assert told_s < 5 and exporter.dropped > 800
@@ -247,7 +247,7 @@ def test_the_end_of_a_role_waits_for_a_slow_receiver_a_moment(start, receiver):
     log.emit(Kind.READY)
     began_s = time.monotonic()
     log.close()
-    assert 0.5 < time.monotonic() - began_s < 2.5
+    assert 0.5 < time.monotonic() - began_s < 15  # the receiver takes 30
 
 
 def test_what_waited_for_a_receiver_reaches_it_once(start, receiver):

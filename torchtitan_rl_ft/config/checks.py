@@ -55,6 +55,7 @@ RULES = (
     standby.standby_trainers,
     service.chaos,
     service.secrets,
+    observing.pages,
     observing.otel,
     observing.metric_sinks,
     observing.profiles,

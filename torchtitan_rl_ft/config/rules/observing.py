@@ -11,6 +11,11 @@ from torchtitan_rl_ft.config.rules.job import Job
 OTEL_MODULES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
+def pages(job: Job) -> Iterator[str]:
+    yield from job.positive("observability", "ettr_window_s", "ettr_sample_s")
+    yield from job.port("observability", "status_port")
+
+
 def otel(job: Job) -> Iterator[str]:
     yield from job.positive("otel", "export_interval_s")
     endpoint = job.resolved.sections.otel.endpoint
