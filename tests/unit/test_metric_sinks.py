@@ -193,9 +193,11 @@ def offline_lines(folder):
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
         run_id, data, at = "", file.read_bytes(), 7
-        assert data.startswith(b":W&B") and len(data) < 32768  # one block of a LevelDB log
-        while at < len(data):  # checksum, length, type 1 (whole)
+        assert len(data) < 32768  # one block of a LevelDB log, perhaps still being written
+        while at + 7 <= len(data):  # checksum, length, type 1 (whole)
             length = int.from_bytes(data[at + 4 : at + 6], "little")
+            if at + 7 + length > len(data):
+                break
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data[at + 7 : at + 7 + length])
             at += 7 + length
@@ -218,5 +220,8 @@ def test_wandb_writes_its_offline_file(run, monkeypatch):
     run.commits(2, mark=0.5)
     follower.follow()
     follower.close()
-    lines = offline_lines(run.path)
-    assert lines == [("mine", 1, 1.0), ("mine", 2, 2.0), ("mine-1", 1, 1.0), ("mine-1", 2, 2.5)]
+    wanted = [("mine", 1, 1.0), ("mine", 2, 2.0), ("mine-1", 1, 1.0), ("mine-1", 2, 2.5)]
+    end_s = time.monotonic() + 60.0  # W&B's own process writes, a moment after the run is finished
+    while offline_lines(run.path) != wanted and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert offline_lines(run.path) == wanted

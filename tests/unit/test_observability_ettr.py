@@ -116,6 +116,36 @@ def test_rollout_that_was_thrown_away_counts_by_the_paper_alone():
     assert found.paper.after_startup == 1.0
 
 
+def test_what_was_rolled_out_and_dropped_before_it_was_trained_is_lost_work():
+    log = job()
+    calm(log, steps=1)
+    groups = log.issue()
+    log.now_s += 2.0
+    log.accept(groups)
+    log.emit("rollout", Kind.DROP, cause="too old: policy age 9, at most 1", group=groups[0])
+    log._batch.clear()
+    calm(log, steps=1)
+    found = measure(log.events)
+    assert lost(found.strict)["engine"]["redo"] == 2.0
+    assert found.strict.ratio == pytest.approx(10 / (2 * 22))
+
+
+def test_the_batches_after_a_dropped_one_move_up():
+    """Three batches of 2 s each; the second one is given up, the third is trained in its step."""
+    log = job()
+    for step in (1, 2, 3):
+        groups = log.issue()
+        log.now_s += 2.0
+        log.emit("rollout", Kind.ACCEPT, group=groups[0])
+        log.emit("rollout", Kind.SEAL, step=step, batch=step, samples=4, groups=groups)
+    log.emit("rollout", Kind.DROP, step=2, batch=2, cause="not finite", groups=[2])
+    log.train(3.0)
+    log.train(3.0)
+    found = measure(log.events)
+    assert lost(found.strict)["engine"] == {"wait": 10.0 + 6.0, "redo": 2.0}
+    assert found.strict.ratio == pytest.approx((4 + 6) / (2 * 22))
+
+
 def test_a_group_weighs_as_much_as_it_has_ranks():
     log = Log(groups=1, engines=1, ranks={"trainer": 3, "engine": 1})
     log.start(startup_s=0.0)

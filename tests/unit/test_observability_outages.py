@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.run_events import START_S, Log
 from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.observability.outages import outages
+from torchtitan_rl_ft.observability.outages import Outages, outages
 
 pytestmark = pytest.mark.row("K1")
 
@@ -240,3 +240,79 @@ def test_dropped_and_superseded_samples_are_of_the_fault():
     log.emit("rollout", Kind.DROP, cause="filter: no signal", group=3)
     found = only(log)
     assert (found.samples_lost, found.samples_replayed) == (4, 4)
+
+
+def sealed(log, steps):
+    """Batches of 4 samples that are waiting to be trained: batch 10 of step 1, and so on."""
+    for step in steps:
+        [group] = log.issue()
+        log.accept([group])
+        log.emit("rollout", Kind.SEAL, step=step, batch=10 * step, samples=4, groups=[group])
+
+
+def refuse(log, name, batch, step):
+    log.emit(name, Kind.REFUSE, cause="a sum failed", batch=batch, step=step)
+
+
+@pytest.mark.parametrize("noticed_first", [True, False])
+def test_a_batch_that_is_trained_again_is_told_once(noticed_first):
+    log = Log(groups=3)
+    log.start()
+    sealed(log, [1, 2])
+    for name in log.groups:
+        log.phase(name, "forward_backward")
+    log.now_s += 1.0
+    if noticed_first:
+        exit_(log, "trainer-0")
+    refuse(log, "trainer-1", 10, 1)
+    refuse(log, "trainer-2", 10, 1)
+    for name in ("trainer-0", "trainer-1"):
+        log.now_s += 0.1
+        exit_(log, name)
+    assert sum(o.samples_replayed for o in outages(log.events)) == 4
+    log.commit(["trainer-2"])
+    log.phase("trainer-2", "forward_backward")
+    refuse(log, "trainer-2", 20, 2)
+    assert sum(o.samples_replayed for o in outages(log.events)) == 8
+
+
+def test_a_group_that_is_lost_with_its_step_committed_costs_no_sample():
+    log = job(groups=2)
+    log.rollout(1.0)
+    for name in log.groups:
+        log.phase(name, "forward_backward")
+        log.phase(name, "commit")
+    log.commit()
+    exit_(log, "trainer-0")
+    assert only(log).samples_replayed == 0
+
+
+def test_batches_after_a_dropped_one_move_up():
+    log = Log(groups=2)
+    log.start()
+    sealed(log, [1])
+    log.emit("rollout", Kind.SEAL, step=2, batch=20, samples=400, groups=[90])
+    sealed(log, [3])
+    log.emit("rollout", Kind.DROP, step=2, batch=20, cause="not finite", groups=[90])
+    log.commit()
+    for name in log.groups:
+        log.phase(name, "forward_backward")  # of step 2, with what was the batch of step 3
+    exit_(log, "trainer-0")
+    found = only(log)
+    assert (found.samples_replayed, found.samples_lost) == (4, 0)
+
+
+def test_records_that_were_handed_out_do_not_change_any_more():
+    log = job()
+    found = Outages()
+    for event in log.events:
+        found.add(event)
+    log.events.clear()
+    exit_(log, "lighthouse")
+    found.add(log.events[-1])
+    [before] = found.all()
+    log.now_s += 2.0
+    log.emit("lighthouse", Kind.READY, url="http://x")
+    found.add(log.events[-1])
+    [after] = found.all()
+    assert (before.done_s, before.total_s) == (None, 0.0) and after.total_s == 2.0

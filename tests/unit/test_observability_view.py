@@ -25,7 +25,7 @@ from torchtitan_rl_ft.observability.reward_curve import (
 )
 from torchtitan_rl_ft.observability.run_follower import RunFollower
 from torchtitan_rl_ft.observability.run_state import RunState
-from torchtitan_rl_ft.observability.summary import committed_rows, render, summarise
+from torchtitan_rl_ft.observability.summary import render, summarise
 from torchtitan_rl_ft.run_folder import RunFolder
 
 
@@ -435,11 +435,6 @@ def test_summary_of_a_run_without_a_step():
 def test_summary_of_a_run_that_publishes_nothing():
     found = summarise([], [], outcome="stopped", total_steps=10, transport="")
     assert "transport" not in "\n".join(render(found, "/run"))
-
-
-def test_of_a_step_trained_again_the_last_row_counts():
-    rows = [{"step": 1}, {"step": 2, "x": 1}, {"step": 3}, {"step": 2, "x": 2}]
-    assert committed_rows(rows) == [{"step": 1}, {"step": 2, "x": 2}]
 
 
 def test_read_jsonl_of_a_missing_file(tmp_path):

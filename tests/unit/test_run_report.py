@@ -68,13 +68,15 @@ def test_a_log_with_torn_and_foreign_lines_and_a_clock_that_was_set(
         line | {"kind": "of another version"},
         line | {"mono_s": "soon"},
         line | {"data": [1]},
+        line | {"wall_s": float("inf")},
+        line | {"mono_s": 10**400},
         line | {"wall_s": line["wall_s"] - 3600, "kind": "warn"},
     ]
     with open(run.events, "ab") as f:
         f.writelines(json.dumps(s).encode() + b"\n" for s in strange)
         f.write(last[:40] + b"\n" + last[:30])
     out = report(capsys, str(run.path))
-    assert "note       4 lines of the events are torn or of another version" in out
+    assert "note       6 lines of the events are torn or of another version" in out
     assert "the wall clock was set by -3600.0 s" in out
     found = json.loads(report(capsys, str(run.path), "--json"))
     assert len(found["notes"]) == 2 and found["ettr"]["steps"] == 2

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import sys
+from typing import TypeVar
 
 from torchtitan_rl_ft.observability.events import Event
+
+T = TypeVar("T")
 
 
 def number(event: Event, key: str) -> float | None:
     value = event.data.get(key)
-    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if known else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) <= sys.float_info.max else None  # NaN neither
 
 
 def whole(event: Event, key: str) -> int | None:
@@ -40,6 +44,11 @@ def dropped(event: Event) -> list[int]:
     """The prompt groups of a DROP."""
     one = whole(event, "group")
     return wholes(event, "groups") if one is None else [one]
+
+
+def moved_up(by_step: dict[int, T], step: int) -> dict[int, T]:
+    """What is known of sealed batches once that of `step` is dropped: those after it move up."""
+    return {s - (s > step): known for s, known in by_step.items() if s != step}
 
 
 def subject(event: Event) -> str:

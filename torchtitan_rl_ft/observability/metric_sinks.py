@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from torchtitan_rl_ft.observability.events import EventSink, Kind, first_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
+from torchtitan_rl_ft.observability.metric_rows import committed_rows
 from torchtitan_rl_ft.run_folder import write_atomic
 
 POLL_S = 0.5
@@ -120,13 +121,7 @@ class Follower:
 
 def standing(path: Path, before: int) -> list[dict[str, Any]]:
     """The lines of the steps before `before` that no rewind has undone."""
-    latest: list[dict[str, Any]] = []
-    for line in read_jsonl(path):
-        if isinstance(step := line.get("step"), int):
-            while latest and latest[-1]["step"] >= step:
-                latest.pop()
-            latest.append(line)
-    return [line for line in latest if line["step"] < before]
+    return [dict(line) for line in committed_rows(read_jsonl(path)) if line["step"] < before]
 
 
 def _read_cursor(path: Path) -> tuple[int, int, int]:

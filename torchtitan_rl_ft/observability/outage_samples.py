@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torchtitan_rl_ft.observability.event_data import dropped, issued, subject, whole, wholes
+from torchtitan_rl_ft.observability.event_data import (
+    dropped,
+    issued,
+    moved_up,
+    subject,
+    whole,
+    wholes,
+)
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.outage import Outage
 
@@ -14,15 +21,18 @@ class Samples:
     """Which samples a fault cost, from what is told of groups and batches."""
 
     def __init__(self) -> None:
-        self._of_step: dict[int, int] = {}  # samples of its batch
+        self._batch: dict[int, int] = {}  # by step
         self._of_batch: dict[int, int] = {}
         self._in_flight: set[int] = set()  # prompt groups
         self._per_group = 0
-        self._refused: set[int] = set()  # batches, since the last commit
+        self._tip = 0  # the last committed step
+        self._refused: set[int] = set()  # batches since the last commit, of no outage yet
+        self._charged: set[int] = set()  # batches since then that are trained again for an outage
         self._moved: dict[str, int] = {}  # samples begun again elsewhere, by engine
 
     def add(self, event: Event, open_: list[Outage]) -> None:
-        newest = max(open_, key=lambda o: o.began_s, default=None)
+        """`open_`: those that last, in the order in which they began."""
+        newest = open_[-1] if open_ else None
         match event.kind:
             case Kind.ISSUE:
                 self._in_flight.update(issued(event))
@@ -31,16 +41,17 @@ class Samples:
             case Kind.SEAL:
                 self._sealed(event)
             case Kind.COMMIT:
+                self._tip = self._tip if event.step is None else event.step
                 self._refused.clear()
+                self._charged.clear()
             case Kind.REFUSE if (batch := whole(event, "batch")) is not None:
                 hit = [o for o in open_ if o.role == "trainer"]
-                if batch not in self._refused and hit:
-                    hit[-1].samples_replayed += self._of_batch.get(batch, 0)
-                self._refused.add(batch)
-            case Kind.SUPERSEDE if newest is not None:
-                to_step, from_step = whole(event, "to_step"), whole(event, "from_step")
-                redone = range((to_step or 0) + 1, (from_step or 0) + 1)
-                newest.samples_replayed += sum(self._of_step.get(s, 0) for s in redone)
+                if hit:
+                    self._charge(hit[-1], batch)
+                elif batch not in self._charged:
+                    self._refused.add(batch)
+            case Kind.SUPERSEDE:
+                self._supersede(event, newest)
             case Kind.MOVE if not whole(event, "tokens"):
                 self._move(subject(event), whole(event, "samples") or 0, open_)
             case Kind.PARTIAL if event.phase == "resume" and whole(event, "tokens"):
@@ -60,19 +71,36 @@ class Samples:
         elif outage.role == "engine":
             outage.samples_replayed += self._moved.pop(outage.name, 0)
         elif outage.role == "trainer":
-            outage.samples_replayed += sum(self._of_batch.get(b, 0) for b in self._refused)
-            if step is not None and not self._refused:
-                outage.samples_replayed += self._of_step.get(step, 0)
+            for batch in self._refused:
+                self._charge(outage, batch)
+            self._refused.clear()
+            if step is not None and step > self._tip and step in self._batch:
+                self._charge(outage, self._batch[step])
 
     def serves(self, engine: str) -> None:
         self._moved.pop(engine, None)
+
+    def _charge(self, outage: Outage, batch: int) -> None:
+        """The batch is trained again: told once, by its refusals or by the loss of a group."""
+        if batch not in self._charged:
+            self._charged.add(batch)
+            outage.samples_replayed += self._of_batch.get(batch, 0)
+
+    def _supersede(self, event: Event, newest: Outage | None) -> None:
+        to_step, from_step = whole(event, "to_step"), whole(event, "from_step")
+        if to_step is None or from_step is None:
+            return
+        self._tip = to_step
+        if newest is not None:
+            again = (b for s, b in self._batch.items() if to_step < s <= from_step)
+            newest.samples_replayed += sum(self._of_batch.get(b, 0) for b in again)
 
     def _sealed(self, event: Event) -> None:
         samples = whole(event, "samples") or 0
         if (batch := whole(event, "batch")) is not None:
             self._of_batch[batch] = samples
-        if event.step is not None:
-            self._of_step[event.step] = samples
+            if event.step is not None:
+                self._batch[event.step] = batch
         if groups := wholes(event, "groups"):
             self._per_group = samples // len(groups)
 
@@ -86,5 +114,7 @@ class Samples:
     def _drop(self, event: Event, newest: Outage | None) -> None:
         groups = dropped(event)
         self._in_flight.difference_update(groups)
+        if whole(event, "batch") is not None and event.step is not None:
+            self._batch = moved_up(self._batch, event.step)
         if newest is not None and not str(event.cause).startswith(OWN_DROPS):
             newest.samples_lost += self._per_group * len(groups)

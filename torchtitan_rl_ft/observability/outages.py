@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_rl_ft.observability.event_data import number
@@ -56,6 +56,7 @@ class Outages:
     def __init__(self) -> None:
         self._found: list[Outage] = []
         self._subjects: dict[str, _Subject] = {}
+        self._lasting: dict[str, Outage] = {}  # by name, in the order in which they began
         self._samples = Samples()
         self._place: dict[str, str] = {}  # engine -> the lost one whose place it takes
         self._version: int | None = None  # newest policy
@@ -63,10 +64,10 @@ class Outages:
         self._ended = True  # the life before was ended by its supervisor
 
     def all(self) -> list[Outage]:
-        """So far. Those that last reach to the last event."""
-        for outage in self._open():
+        """So far: copies, which no later event changes. Those that last reach to the last event."""
+        for outage in self._lasting.values():
             outage.until_s = max(outage.began_s, self._last_s or 0.0)
-        return sorted(self._found, key=lambda o: o.began_s)
+        return [replace(o) for o in sorted(self._found, key=lambda o: o.began_s)]
 
     def add(self, event: Event) -> None:
         if event.kind is Kind.RUN:
@@ -92,13 +93,10 @@ class Outages:
             case Kind.TRANSITION:
                 self._transition(event)
             case _:
-                self._samples.add(event, self._open())
+                self._samples.add(event, list(self._lasting.values()))
         self._own(event)
 
     # Begin and end ----------------------------------------------------------------------
-
-    def _open(self) -> list[Outage]:
-        return [s.outage for s in self._subjects.values() if s.outage is not None]
 
     def _subject(self, name: str) -> _Subject:
         return self._subjects.setdefault(name, _Subject())
@@ -114,6 +112,8 @@ class Outages:
         outage.version_before = self._version if subject.version is None else subject.version
         subject.outage, subject.respawned, subject.lifted_s = outage, False, None
         self._found.append(outage)
+        self._lasting.pop(name, None)
+        self._lasting[name] = outage
         self._samples.hit(outage, subject.computes)
         return outage
 
@@ -131,22 +131,22 @@ class Outages:
             outage.replaced_s = respawned
         outage.version_after = self._version if subject.version is None else subject.version
         subject.outage = None
+        del self._lasting[name]
 
     def _run(self, event: Event) -> None:
         if event.phase not in BEGINNINGS:
             self._ended = True
             return
         before_s, ended = self._last_s, self._ended
-        for subject in self._subjects.values():
-            if (outage := subject.outage) is not None:
-                outage.until_s = max(outage.began_s, before_s or 0.0)
-        died = self._subjects.get("supervisor")
-        known = None if died is None else died.outage
-        self._subjects, self._place, self._ended = {}, {}, False
+        for outage in self._lasting.values():
+            outage.until_s = max(outage.began_s, before_s or 0.0)
+        known = self._lasting.get("supervisor")
+        self._subjects, self._lasting, self._place, self._ended = {}, {}, {}, False
         if before_s is None or ended:
             return
         if known is not None:  # its end was ordered
             self._subjects["supervisor"] = _Subject(outage=known)
+            self._lasting["supervisor"] = known
         began_s = min(before_s, event.mono_s)
         outage = self._begin("supervisor", "its supervisor was killed", began_s)
         outage.detected_s = outage.retired_s = outage.replaced_s = event.mono_s

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.lives import lives
 
 SIGNAL_S = 5.0
 """A stop may come that much later than the signal that asked for it."""
@@ -74,34 +75,22 @@ class SaveAdvice:
 
 def save_advice(events: Iterable[Event]) -> SaveAdvice | None:
     """None without an event."""
-    lives = _lives(events)
-    if not lives:
+    found = lives(events)
+    if not found:
         return None
     faults: Counter[str] = Counter()
-    for i, life in enumerate(lives):
-        faults += Counter(_role(e) for e in _faults(life))
-        ended = any(e.kind is Kind.RUN and e.phase == "end" for e in life)
-        if i + 1 < len(lives) and not ended:  # another life had to begin
+    for i, life in enumerate(found):
+        faults += Counter(_role(e) for e in _faults(life.events))
+        if i + 1 < len(found) and life.end is None:  # another life had to begin
             faults["supervisor"] += 1
-    costs = [cost for life in lives for cost in _save_costs(life)]
-    steps = [step_s for life in lives for step_s in _step_times(life)]
+    costs = [cost for life in found for cost in _save_costs(life.events)]
+    steps = [step_s for life in found for step_s in _step_times(life.events)]
     return SaveAdvice(
-        wall_s=sum(life[-1].mono_s - life[0].mono_s for life in lives),
+        wall_s=sum(life.events[-1].mono_s - life.start_s for life in found),
         faults=dict(faults),
         save_cost_s=statistics.median(costs) if costs else None,
         step_s=statistics.median(steps) if steps else None,
     )
-
-
-def _lives(events: Iterable[Event]) -> list[list[Event]]:
-    """The events of each start of the run, in the order of its clock."""
-    lives: list[list[Event]] = []
-    for event in events:
-        starts = event.kind is Kind.RUN and event.phase in ("start", "resume", "reattach")
-        if starts or not lives:
-            lives.append([])
-        lives[-1].append(event)
-    return [sorted(life, key=lambda e: e.mono_s) for life in lives]
 
 
 def _faults(life: Sequence[Event]) -> list[Event]:

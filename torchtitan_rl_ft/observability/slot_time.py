@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def entries_of(
     """What became of the time of all slots, and the longest usual pause."""
     slots.settle()
     start_s, begin_s, end_s = bounds.since_s, bounds.begin_s, bounds.end_s
+    outages = [o for o in outages if o.until_s >= start_s]
     all_ = list(slots.slots.values())
     of_role = [
         _lapses(o for o in outages if o.role in roles)
@@ -89,7 +91,8 @@ def entries_of(
         for o in outages
         if o.role in ("rollout", "serving") and o.injected not in WORKS_ON
     )
-    work = {s.name: _work(s, slots, end_s, unseen) for s in all_}
+    rolled = _Rolled.of(slots, unseen)
+    work = {s.name: _work(s, rolled, end_s) for s in all_}
     progress = union(seg for done in work.values() for seg in done.running)
     pause_s = _usual_pause_s(progress, bounds)
     stalls = _pauses(progress, begin_s, end_s, longer_than_s=pause_s or 0.0)
@@ -171,8 +174,41 @@ class _Work:
     running: list[Segment]  # work that may come to something, or has
 
 
-def _work(slot: Slot, slots: Slots, end_s: float, unseen: Track) -> _Work:
-    """`unseen`: when nobody could have told that a prompt group is done."""
+class _ByEngine:
+    """When rollouts were under way, in which engine."""
+
+    def __init__(self, rollouts: Iterable[Rollout], unseen: Track) -> None:
+        known, guessed = defaultdict(list), []
+        for r in rollouts:
+            span = Segment(r.start_s, r.end_s)
+            for engine in r.engines:
+                known[engine].append(span)
+            if not r.engines:
+                guessed.append(span)
+        self._known = known
+        self._guessed = _without(union(guessed), unseen)
+
+    def of(self, engine: str) -> list[Segment]:
+        return union([*self._known.get(engine, ()), *self._guessed])
+
+
+@dataclass(frozen=True)
+class _Rolled:
+    kept: _ByEngine
+    lost: _ByEngine
+    all: _ByEngine
+
+    @classmethod
+    def of(cls, slots: Slots, unseen: Track) -> _Rolled:
+        """`unseen`: when nobody could have told that a prompt group is done."""
+        return cls(
+            _ByEngine((r for r in slots.rollouts if r.kept), unseen),
+            _ByEngine(slots.lost, unseen),
+            _ByEngine([*slots.rollouts, *slots.lost], unseen),
+        )
+
+
+def _work(slot: Slot, rolled: _Rolled, end_s: float) -> _Work:
     if slot.role == "trainer":
         spans = [(Segment(a.start_s, min(a.end_s, end_s)), a) for a in slot.attempts]
         useful = union(s for s, a in spans if a.kept)
@@ -180,14 +216,10 @@ def _work(slot: Slot, slots: Slots, end_s: float, unseen: Track) -> _Work:
         return _Work(useful, lost, useful)
     at_work = [s for s in slot.shown(end_s) if s.value in AT_WORK]
 
-    def done(rollouts: Iterable[Rollout]) -> list[Segment]:
-        of_slot = [r for r in rollouts if not r.engines or slot.name in r.engines]
-        known = union(Segment(r.start_s, r.end_s) for r in of_slot if r.engines)
-        guessed = union(Segment(r.start_s, r.end_s) for r in of_slot if not r.engines)
-        return _within(at_work, union([*known, *_without(guessed, unseen)]))
+    def done(rollouts: _ByEngine) -> list[Segment]:
+        return _within(at_work, rollouts.of(slot.name))
 
-    kept = done(r for r in slots.rollouts if r.kept)
-    return _Work(kept, done(slots.lost), done([*slots.rollouts, *slots.lost]))
+    return _Work(done(rolled.kept), done(rolled.lost), done(rolled.all))
 
 
 def _within(outer: Track, inner: Track) -> list[Segment]:

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl_ft.observability.event_data import dropped, issued, number, whole, wholes, words
+from torchtitan_rl_ft.observability.event_data import (
+    dropped,
+    issued,
+    moved_up,
+    number,
+    whole,
+    wholes,
+    words,
+)
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
 from torchtitan_rl_ft.observability.outages import OF_A_RANK, role_of
@@ -135,7 +143,7 @@ class Slots:
     def _slot(self, name: str, event: Event) -> None:
         role = str(role_of(name))
         if name not in self.slots:
-            early = not self.commits
+            early = not self.committed_s
             since_s = self._start_s if early and self._start_s is not None else event.mono_s
             self.slots[name] = Slot(name, role, since_s, self._ranks.get(role, 1.0))
         slot = self.slots[name]
@@ -255,11 +263,15 @@ class Slots:
         self.rollouts += self._accepted[group]
 
     def _drop(self, event: Event) -> None:
+        if whole(event, "batch") is not None and event.step is not None:
+            self.lost += self._batches.get(event.step, [])
+            self._batches = moved_up(self._batches, event.step)
         for group in dropped(event):
+            self._moved.pop(group, None)
             issued_s = self._pending.pop(group, None)
             if issued_s is not None:
                 self.lost.append(Rollout(group, issued_s, event.mono_s))
-            self._accepted.pop(group, None)
+            self.lost += self._accepted.pop(group, [])
 
     def _move(self, event: Event) -> None:
         found = _REQUEST.match(str(event.data.get("request", "")))
@@ -302,6 +314,8 @@ class Slots:
         """What was over by then; the commits stay."""
         self.rollouts = [r for r in self.rollouts if r.end_s > until_s]
         self.lost = [r for r in self.lost if r.end_s > until_s]
+        attempted = {a.step for s in self.slots.values() for a in s.attempts if a.end_s > until_s}
+        self._shares = {k: names for k, names in self._shares.items() if k in attempted}
         for slot in self.slots.values():
             slot.phases = [p for p in slot.phases if p.end_s > until_s]
             slot.away = [a for a in slot.away if a.end_s > until_s]

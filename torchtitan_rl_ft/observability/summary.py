@@ -14,6 +14,7 @@ from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.fault_count import FaultCount
 from torchtitan_rl_ft.observability.healing import Recovery, recoveries
 from torchtitan_rl_ft.observability.lives import last_life, log_notes
+from torchtitan_rl_ft.observability.metric_rows import committed_rows
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
@@ -63,17 +64,6 @@ class Summary:
     def last_reward(self) -> float | None:
         tail = self.rewards[-FIRST_LAST_STEPS:]
         return sum(tail) / len(tail) if tail else None
-
-
-def committed_rows(metrics: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of the history that counts: of a step trained again only the last row."""
-    rows: dict[int, Mapping[str, Any]] = {}
-    for row in metrics:
-        step = row.get("step")
-        if isinstance(step, int):
-            rows = {s: r for s, r in rows.items() if s < step}
-            rows[step] = row
-    return [rows[s] for s in sorted(rows)]
 
 
 def summarise(
