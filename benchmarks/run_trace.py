@@ -95,6 +95,24 @@ def trace(folder: Path) -> dict[str, float]:
     }
 
 
+def measure(folder: Path, samples: int, repeats: int) -> dict[str, Any]:
+    costs_us: dict[bool, list[float]] = {True: [], False: []}
+    for repeat in range(repeats):
+        for traced in (True, False):
+            cost = write(folder / f"cost-{repeat}-{traced}", 8_000, traced=traced)
+            costs_us[traced].append(cost)
+    write(folder / "whole", samples, traced=True)
+    write(folder / "tenth", samples // 10, traced=True)
+    write(folder / "untraced", samples, traced=False)
+    off_us, on_us = statistics.median(costs_us[False]), statistics.median(costs_us[True])
+    return {
+        "samples": samples,
+        "accept_us": {"off": round(off_us, 1), "on": round(on_us, 1)},
+        "trace": {name: trace(folder / name) for name in ("tenth", "whole", "untraced")},
+        "own_peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--samples", type=int, default=100_000)
@@ -102,30 +120,17 @@ def main() -> int:
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="run-trace-"))
-    costs_us: dict[bool, list[float]] = {True: [], False: []}
-    for repeat in range(args.repeats):
-        for traced in (True, False):
-            cost = write(folder / f"cost-{repeat}-{traced}", 8_000, traced=traced)
-            costs_us[traced].append(cost)
-    off_us, on_us = statistics.median(costs_us[False]), statistics.median(costs_us[True])
-    write(folder / "whole", args.samples, traced=True)
-    write(folder / "tenth", args.samples // 10, traced=True)
-    write(folder / "untraced", args.samples, traced=False)
-    made = {name: trace(folder / name) for name in ("tenth", "whole", "untraced")}
-    figures = {
-        "samples": args.samples,
-        "accept_us": {"off": round(off_us, 1), "on": round(on_us, 1)},
-        "trace": made,
-        "own_peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
-    }
+    with tempfile.TemporaryDirectory(prefix="run-trace-") as folder:
+        figures = measure(Path(folder), args.samples, args.repeats)
+    made, accept_us = figures["trace"], figures["accept_us"]
     aims = {
-        "us more per prompt group": Aim(on_us - off_us, 200.0),
+        "us more per prompt group": Aim(accept_us["on"] - accept_us["off"], 200.0),
         "seconds to make the trace": Aim(made["whole"]["took_s"], 20.0),
         "memory, whole / tenth": Aim(made["whole"]["peak_mib"] / made["tenth"]["peak_mib"], 1.5),
     }
     if args.out is not None:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+        shown = {n: {"value": a.value, "aim": a.aim, "met": a.met} for n, a in aims.items()}
+        args.out.write_text(json.dumps({"figures": figures, "aims": shown}, indent=1) + "\n")
     return finish("run_trace", figures, aims, verify=args.verify)
 
 

@@ -1,8 +1,12 @@
 """What benchmarks/overhead.py makes of its lives."""
 
+import json
+import sys
+
 import httpx
 import pytest
 
+from benchmarks import overhead
 from benchmarks.overhead import Life, figures, receiving
 
 
@@ -35,3 +39,15 @@ def test_the_receiver_counts_what_it_is_sent():
             answer = httpx.post(sink.endpoint + path, content=b"x" * 100, trust_env=False)
             assert answer.status_code == 200
         assert sink.requests == 2
+
+
+def test_a_quick_run_leaves_the_results_alone(tmp_path, monkeypatch, capsys):
+    full, quick = tmp_path / "results.json", tmp_path / "outputs" / "quick.json"
+    monkeypatch.setattr(overhead, "RESULTS", full)
+    monkeypatch.setattr(overhead, "QUICK", quick)
+    lives = [{"on": life(1.5), "off": life(1.0)}]
+    monkeypatch.setattr(overhead, "measure", lambda rounds, steps: lives)
+    monkeypatch.setattr(sys, "argv", ["overhead", "--quick", "--verify"])
+    assert overhead.main() == 1  # 50 % were added
+    assert json.loads(quick.read_text())["aims"]["added_percent"]["met"] is False
+    assert not full.exists() and "MISSED added_percent" in capsys.readouterr().out
