@@ -100,7 +100,7 @@ async def test_the_page_shows_the_run(served, devtools, tmp_path):
             "too old 1", "serving", "killed by SIGKILL",
         ):  # fmt: skip
             assert part in text, part
-        assert await tab.run("document.getElementById('ettr-at').textContent") == "window 30 s"
+        assert await tab.run("document.getElementById('ettr-at').textContent") == "since the start"
         assert await tab.run("document.querySelectorAll('#reward polyline').length") == 1
         assert await tab.run("document.querySelectorAll('#ettr polyline').length") == 4
         assert await tab.run("document.title") == f"step {STEPS}/{2 * STEPS} · run-1"
@@ -109,6 +109,18 @@ async def test_the_page_shows_the_run(served, devtools, tmp_path):
         assert await tab.run(pids) == ["20", "31"]
         assert (await tab.picture(tmp_path / "wide.png")).startswith(b"\x89PNG")
         assert tab.problems == []
+
+
+@needs_chromium
+async def test_steps_without_incident_are_one_line_and_faults_stay_in_sight(served, devtools):
+    async with browser.tab(devtools, served.url) as tab:
+        await tab.wait(SHOWN)
+        rows = "[...document.querySelectorAll('#events tr')].map((r) => r.innerText)"
+        found = await tab.run(rows)
+        steps = [r for r in found if "committed" in r]
+        assert 0 < len(steps) < 6, found
+        assert f"–{STEPS}" in steps[0] and "published" in steps[0] and "saved" in steps[0]
+        assert any("exit fault" in r for r in found), found
 
 
 @needs_chromium
