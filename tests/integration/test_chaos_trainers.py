@@ -60,7 +60,7 @@ def test_a_failing_sum_and_a_full_disk_cost_an_attempt_and_a_checkpoint(tmp_path
     keys = {
         "checkpoint__interval": 3,
         "checkpoint__keep_latest_k": 2,
-        "fault_tolerance__process_group_timeout_ms": 3000,
+        "fault_tolerance__process_group_timeout_ms": 6000,  # no other refusal on a busy machine
         "fault_tolerance__min_replica_size": 2,
     }
     with small_disk(folder / "checkpoint"), TrainerRun(folder, steps=4000, groups=2, **keys) as run:

@@ -207,7 +207,11 @@ def prometheus(tmp_path_factory, served) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         started.terminate()
-        started.wait(30)
+        try:
+            started.wait(30)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
 
 
 def ask(prometheus: str, query: str) -> list[dict]:

@@ -29,6 +29,15 @@ def wait_for(condition, what):
         time.sleep(0.01)
 
 
+AT_THE_END_S = exporter_module.CLOSE_TIMEOUT_S
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The side thread imports OpenTelemetry first, which takes a busy machine its time."""
+    monkeypatch.setattr(exporter_module, "CLOSE_TIMEOUT_S", 40.0)
+
+
 @pytest.fixture
 def receiver():
     with OtlpReceiver() as it:
@@ -241,7 +250,8 @@ def test_a_receiver_that_fails_costs_one_warning(
     assert capfd.readouterr() == ("", ""), "lines of the exporter itself"
 
 
-def test_the_end_of_a_role_waits_for_a_slow_receiver_a_moment(start, receiver):
+def test_the_end_of_a_role_waits_for_a_slow_receiver_a_moment(start, receiver, monkeypatch):
+    monkeypatch.setattr(exporter_module, "CLOSE_TIMEOUT_S", AT_THE_END_S)
     receiver.delay_s = 30
     log, _ = start(receiver.endpoint)
     log.emit(Kind.READY)
