@@ -29,6 +29,7 @@ from typing import Any
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.lives import lives
 from torchtitan_rl_ft.observability.outages import Outage, Outages
+from torchtitan_rl_ft.observability.pauses import Pauses
 from torchtitan_rl_ft.observability.slot_time import CAUSES, Bounds, Entry, entries_of
 from torchtitan_rl_ft.observability.slots import Slots
 from torchtitan_rl_ft.observability.tracks import Segment, Track, union
@@ -140,8 +141,8 @@ class Accounts:
         bad = [Segment(o.began_s, max(o.until_s, o.began_s + _MOMENT_S)) for o in outages]
         bad += [Segment(t, t + _MOMENT_S) for t in self._disturbed_s]
         calm = _calm([begin_s, *ends_s][past.commits :], union(bad))
-        bounds = Bounds(since_s, begin_s, end_s, calm, past.pause_s)
-        entries, pause_s = entries_of(self.slots, outages, bounds)
+        bounds = Bounds(since_s, begin_s, end_s, calm, past.pauses)
+        entries, pauses = entries_of(self.slots, outages, bounds)
         return Settled(
             start_s=start_s,
             begin_s=begin_s,
@@ -149,7 +150,7 @@ class Accounts:
             steps=len({step for _, step in self.slots.commits}),
             calm=calm,
             entries=entries,
-            pause_s=pause_s,
+            pauses=pauses,
             outages=outages,
             weights={s.name: s.weight for s in self.slots.slots.values()},
             past=past,
@@ -178,7 +179,7 @@ class Past:
     entries: list[Entry] = field(default_factory=list)
     calm_s: list[float] = field(default_factory=list)  # how long the undisturbed steps took
     calm_slot_s: tuple[float, float, float] = (0.0, 0.0, 0.0)  # all, strict, paper
-    pause_s: float | None = None
+    pauses: Pauses = field(default_factory=Pauses)  # in undisturbed steps
 
     def with_more(self, settled: Settled, until_s: float, commits: int) -> Past:
         since_s = settled.start_s if self.until_s is None else self.until_s
@@ -198,7 +199,9 @@ class Past:
             self.entries + more,
             self.calm_s + [end_s - start_s for start_s, end_s in calm],
             (a + slot_s, b + strict, c + paper),
-            settled.pause_s,
+            self.pauses.with_more(
+                q.end_s - q.start_s for q in settled.pauses if q.end_s <= until_s
+            ),
         )
 
 
@@ -222,7 +225,7 @@ class Settled:
     steps: int
     calm: list[tuple[float, float]]  # steps without a fault
     entries: list[Entry]
-    pause_s: float | None  # longest usual pause in which nobody works
+    pauses: list[Segment]  # in which nobody works, in undisturbed steps
     outages: list[Outage]
     weights: dict[str, float]
     past: Past

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl_ft.observability.outages import Outage
+from torchtitan_rl_ft.observability.pauses import Pauses
 from torchtitan_rl_ft.observability.slots import AT_WORK, Rollout, Slot, Slots
 from torchtitan_rl_ft.observability.tracks import Segment, Track, newest, overlay, union
-
-ENOUGH_PAUSES = 20
-"""To tell from these alone how long a pause usually is."""
 
 WORKS_ON = frozenset({"slow", "fail", "fill"})
 """Injected faults under which a process may get something done."""
@@ -71,13 +68,13 @@ class Bounds:
     begin_s: float  # end of the start-up
     end_s: float
     calm: Sequence[tuple[float, float]]  # undisturbed steps
-    pause_s: float | None = None  # longest usual pause of earlier undisturbed steps, if known
+    pauses: Pauses = field(default_factory=Pauses)  # in earlier undisturbed steps
 
 
 def entries_of(
     slots: Slots, outages: Sequence[Outage], bounds: Bounds
-) -> tuple[list[Entry], float | None]:
-    """What became of the time of all slots, and the longest usual pause."""
+) -> tuple[list[Entry], list[Segment]]:
+    """What became of the time of all slots, and the pauses in undisturbed steps."""
     slots.settle()
     start_s, begin_s, end_s = bounds.since_s, bounds.begin_s, bounds.end_s
     outages = [o for o in outages if o.until_s >= start_s]
@@ -94,8 +91,10 @@ def entries_of(
     rolled = _Rolled.of(slots, unseen)
     work = {s.name: _work(s, rolled, end_s) for s in all_}
     progress = union(seg for done in work.values() for seg in done.running)
-    pause_s = _usual_pause_s(progress, bounds)
-    stalls = _pauses(progress, begin_s, end_s, longer_than_s=pause_s or 0.0)
+    pauses = _pauses(progress, max(start_s, begin_s), end_s)
+    calm = _within_one(bounds.calm, pauses)
+    usual_s = bounds.pauses.with_more(p.end_s - p.start_s for p in calm).usual_s() or 0.0
+    stalls = [p for p in pauses if p.end_s - p.start_s > usual_s]
     shared = [_lapses(outages), *of_role, stalls]
     startup = [Segment(start_s, begin_s)] if begin_s > start_s else []
     found = []
@@ -110,34 +109,29 @@ def entries_of(
             seen = _Seen(*part.values)
             if not seen.absent:
                 found.append(_judge(slot, seen, part.start_s, part.end_s))
-    return found, pause_s
+    return found, calm
 
 
-def _pauses(
-    progress: Track, since_s: float, until_s: float, longer_than_s: float = 0.0
-) -> list[Segment]:
+def _pauses(progress: Track, since_s: float, until_s: float) -> list[Segment]:
     """When nobody works."""
     edges = [since_s, *(t for s in progress for t in s[:2]), until_s]
     gaps = (
         Segment(max(a, since_s), min(b, until_s))
         for a, b in zip(edges[::2], edges[1::2], strict=True)
     )
-    return [g for g in gaps if g.end_s - g.start_s > longer_than_s]
+    return [g for g in gaps if g.end_s > g.start_s]
 
 
-def _usual_pause_s(progress: Track, bounds: Bounds) -> float | None:
-    """Of 100 pauses in undisturbed steps 95 are no longer: one stage ends and the next begins. A
-    longer one is a stall."""
-    lengths_s, i = [], 0
-    calm = union(Segment(a, b) for a, b in bounds.calm)
-    for pause in _pauses(progress, bounds.begin_s, bounds.end_s):
+def _within_one(steps: Iterable[tuple[float, float]], pauses: Iterable[Segment]) -> list[Segment]:
+    """The pauses that lie in undisturbed steps."""
+    found, i = [], 0
+    calm = union(Segment(a, b) for a, b in steps)
+    for pause in pauses:
         while i < len(calm) and calm[i].end_s < pause.end_s:
             i += 1
         if i < len(calm) and calm[i].start_s <= pause.start_s:
-            lengths_s.append(pause.end_s - pause.start_s)
-    if len(lengths_s) < ENOUGH_PAUSES and bounds.pause_s is not None:
-        return bounds.pause_s
-    return sorted(lengths_s)[math.ceil(0.95 * len(lengths_s)) - 1] if lengths_s else None
+            found.append(pause)
+    return found
 
 
 def _lapses(outages: Iterable[Outage]) -> list[Segment]:
