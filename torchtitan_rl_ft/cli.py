@@ -120,9 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "run", nargs="?", metavar="RUN", help="a run folder; without it as for `status`"
     )
-    report.add_argument("--ledger", action="store_true", help="the accounts of the journal")
+    what = report.add_mutually_exclusive_group()
+    what.add_argument("--ledger", action="store_true", help="the accounts of the journal")
     report.add_argument("--json", action="store_true", help="everything, as JSON")
-    report.add_argument(
+    what.add_argument(
         "--trace",
         nargs="?",
         const="",

@@ -91,3 +91,12 @@ def test_a_job_that_never_started(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_a_folder_without_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path)]) == ExitCode.CONFIG
     assert "config.resolved.json does not exist: start the job" in capsys.readouterr().err
+
+
+def test_accounts_and_a_trace_are_two_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as e:
+        cli.main(["report", "--ledger", "--trace", "--json", str(tmp_path)])
+    assert e.value.code == ExitCode.CONFIG
+    assert "--trace: not allowed with argument --ledger" in capsys.readouterr().err
