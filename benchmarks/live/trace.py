@@ -32,10 +32,6 @@ class TraceFault:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> TraceFault:
-        return cls(value["step"], value["phase_offset_s"], value["subject"])
-
 
 def draw(
     faults: Faults, *, steps: int, step_s: float, seed: int, groups: int, engines: int

@@ -57,9 +57,14 @@ class Arm:
     load: str = ""
     """What makes a step as long as it is: arms of one load have one kind of step."""
 
+    told: str = ""
+    """As the live benchmark calls it."""
+
     @property
     def name(self) -> str:
         of_load = f"{self.load}/" if self.load else ""
+        if self.told:
+            return of_load + self.told
         saved = f", saved every {self.save_every}" if self.strategy == "full_restart" else ""
         roles = {f.role for f in self.trace}
         struck = "" if not roles else f", {'all roles' if len(roles) > 1 else 'trainers'}"
@@ -90,6 +95,7 @@ class Arm:
                 int(data["seed"]),
                 _mode(str(data.get("mode", "sync"))),
                 str(data.get("load", "")),
+                str(data.get("name", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise LiveResultsInvalid(f"{where}: {type(e).__name__}: {e}") from e

@@ -56,7 +56,7 @@ def test_a_trace_depends_on_its_seed_and_is_in_the_language_of_faults():
     assert (fault.kind, fault.target) == (FaultKind.KILL, trace[0].subject)
     assert (fault.moment.when, fault.moment.number) == (When.STEP, trace[0].step)
     assert fault.moment.plus_s == trace[0].phase_offset_s
-    assert TraceFault.from_json(trace[0].to_json()) == trace[0]
+    assert TraceFault(**trace[0].to_json()) == trace[0]
 
 
 def test_the_plan_has_each_arm_once_and_first_what_others_are_placed_by():

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -328,14 +327,6 @@ class Slots:
             for attempt in slot.attempts:
                 shared = self._shares.get(attempt.step) or {slot.name}
                 attempt.kept = attempt.voted and attempt.step in steps and slot.name in shared
-
-
-def slots_of(events: Iterable[Event]) -> Slots:
-    found = Slots()
-    for event in events:
-        found.add(event)
-    found.settle()
-    return found
 
 
 def _legs(group: int, told: Any) -> list[Rollout]:
