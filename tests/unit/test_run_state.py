@@ -241,7 +241,7 @@ def test_lines_of_another_version_and_torn_ones_are_counted(tmp_path):
     seen = []
     follower.listen(seen.append, seen.append)
     follower.poll()
-    assert follower.state.step == 3 and follower.unreadable == 3
+    assert follower.state.step == 3 and follower.unreadable == 5
     assert [one["kind"] for one in seen] == ["run", "commit"]
 
 

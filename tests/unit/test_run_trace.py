@@ -12,6 +12,7 @@ import pytest
 
 from tests.fakes.trace_events import Invalid, check, load
 from torchtitan_rl_ft.cli import main
+from torchtitan_rl_ft.observability import sample_trace
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.outages import outages
 from torchtitan_rl_ft.observability.trace import TraceReport, write_trace
@@ -199,6 +200,41 @@ def test_an_outage_is_a_slice_with_its_phases(path: Path) -> None:
     assert took_us == pytest.approx(phase_us, abs=2)
     whole_us = slices[-1]["ts"] - slices[0]["ts"]
     assert sum(took_us.values()) == whole_us == pytest.approx(outage.total_s * 1e6, abs=2)
+
+
+@pytest.mark.row("K1")
+def test_an_outage_tells_what_the_report_tells(path: Path) -> None:
+    """Of what was in flight too, with lines that come late."""
+    history = History().start().step(1, 1, [1, 2])
+    history.tell("rollout", Kind.SEAL, step=2, batch=2, samples=8, groups=[3, 4])
+    history.later(0.1).tell("rollout", Kind.ISSUE, groups=3, first=5, last=7)
+    history.tell("rollout", Kind.ACCEPT, group=5)
+    history.later(0.5).tell("supervisor", Kind.EXIT, 1, subject="rollout", phase="fault", cause="x")
+    history.later(0.5).tell("supervisor", Kind.SPAWN, 9, subject="rollout")
+    history.later(-0.6).tell("trainer-0", Kind.PHASE, pid=20, phase="quorum", step=2)
+    history.later(0.8).tell("rollout", Kind.ACCEPT, pid=9, group=6)
+    history.write(path)
+    check(path)
+    [outage] = outages(history.events)
+    assert outage.samples_replayed == 2 * 4
+    [told] = [e for e in load(path)["traceEvents"] if e.get("args", {}).get("role") == "rollout"]
+    assert told["args"] == {**outage.to_json(), "over": outage.done_s is not None}
+
+
+def test_of_steps_that_were_trained_only_the_last_groups_are_remembered(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_trace, "MOST_TRAINED", 4)
+    history = History().start()
+    for step in range(1, 5):
+        history.step(step, step, [2 * step, 2 * step + 1], samples=1)
+    history.tell("rollout", Kind.SUPERSEDE, from_step=4, to_step=0)
+    for step in range(1, 5):
+        history.later(0.1).tell("rollout", Kind.COMMIT, step=step, batch=step)
+    history.write(path)
+    check(path)
+    again = [n for n in named(path, "X") if n.startswith("batch") and n.endswith("again")]
+    assert again == ["batch 3 again", "batch 4 again"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Accounts, Ettr, EttrSample
+from torchtitan_rl_ft.observability.event_order import InOrder
 from torchtitan_rl_ft.observability.events import Event, Kind, as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
@@ -21,9 +22,6 @@ logger = logging.getLogger(__name__)
 LEAST_INTERVAL_S = 1.0
 REST = 20.0
 """Pause between two looks, as a multiple of what the last one took: 5 % of a core at most."""
-
-DISORDER_S = 0.5
-"""Processes append their lines themselves: one may come so much later than a younger one."""
 
 MOST_SAMPLES = 200
 LEAST_KEPT_S = 10.0
@@ -55,7 +53,7 @@ class LiveEttr:
         self._window_s, self._every_s, self._clock_s = window_s, every_s, clock_s
         self._accounts = Accounts()
         self._start_s: float | None = None
-        self._late: list[Event] = []  # the newest, which older ones may follow
+        self._order = InOrder()
         self._due_s = float("-inf")
         self._thread: threading.Thread | None = None
         self.measured = Measured()
@@ -105,30 +103,15 @@ class LiveEttr:
         return Measured(settled.ettr(), samples, self._start_s)
 
     def _new_events(self) -> Iterator[Event]:
-        """In the order of the clock within a life. The last ones are kept back until the next time:
-        what belongs before them may come."""
+        """In the order of the clock within a life. The last ones are kept back until the next time,
+        unless nothing was appended since this one."""
         grown = False
         for lines in self._tail.blocks():
             grown = True
             for event in filter(None, map(as_event, lines)):
-                if event.kind is Kind.RUN:
-                    yield from self._in_order(self._late)
-                    self._late = []
-                    yield event
-                else:
-                    self._late.append(event)
-            self._late = self._in_order(self._late)
-            newest_s = self._late[-1].mono_s if self._late else 0.0
-            kept = [e for e in self._late if e.mono_s > newest_s - DISORDER_S]
-            yield from self._late[: len(self._late) - len(kept)]
-            self._late = kept
+                yield from self._order.add(event)
         if not grown:
-            yield from self._late
-            self._late = []
-
-    @staticmethod
-    def _in_order(events: list[Event]) -> list[Event]:
-        return sorted(events, key=lambda e: e.mono_s)
+            yield from self._order.rest()
 
 
 def measured_json(found: Measured, most_outages: int = 100) -> dict[str, Any]:

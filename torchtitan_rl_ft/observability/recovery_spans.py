@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
-from torchtitan_rl_ft.observability.events import Event, as_event
+from torchtitan_rl_ft.observability.event_order import InOrder
+from torchtitan_rl_ft.observability.events import as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.outages import Outage, Outages
 from torchtitan_rl_ft.observability.spans import Span, stable_id
@@ -17,26 +19,26 @@ class RecoverySpans:
     """Of the faults from now on. What ends a supervisor itself is in no span, but in the report."""
 
     def __init__(self, path: Path, run: str) -> None:
-        self._tail = JsonlTail(path, may_begin_anew=True, from_end=True)
-        self._outages, self._run = Outages(), run
+        self._tail = JsonlTail(path, may_begin_anew=True, from_end=True, parse=read_line)
+        self._order, self._outages, self._run = InOrder(), Outages(), run
         self._told: set[tuple[str, float]] = set()
 
     def read(self) -> Iterator[Span]:
         """Those that ended since the last call."""
-        events = [e for e in map(as_event, self._tail.read()) if e is not None]
-        for event in sorted(events, key=_mono_s):
+        lines = self._tail.read()
+        events = (e for e in map(as_event, lines) if e is not None)
+        in_order = chain.from_iterable(map(self._order.add, events))
+        fed = 0
+        for event in in_order if lines else self._order.rest():
             self._outages.add(event)
-        if not events:
+            fed += 1
+        if not fed:
             return
         for outage in self._outages.all():
             key = outage.name, outage.began_s
             if (outage.done_s is not None or outage.overtaken) and key not in self._told:
                 self._told.add(key)
                 yield from spans_of(outage, self._run, time.time() - time.monotonic())
-
-
-def _mono_s(event: Event) -> float:
-    return event.mono_s
 
 
 def spans_of(outage: Outage, run: str, clocks_apart_s: float) -> Iterator[Span]:

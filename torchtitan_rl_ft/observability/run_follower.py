@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from torchtitan_rl_ft.observability.events import read_line
+from torchtitan_rl_ft.observability.events import as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.run_state import RunState
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -20,11 +20,16 @@ class RunFollower:
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
         self.folder, self.state = folder, state
-        self.unreadable = 0  # lines that are no events of this version
+        self._foreign = 0  # lines of JSON that are no events of this version
         self._events = JsonlTail(folder.events, may_begin_anew=True, parse=read_line)
         self._metrics = JsonlTail(folder.metrics)
         self._on_event: list[Listener] = []
         self._on_metrics: list[Listener] = []
+
+    @property
+    def unreadable(self) -> int:
+        """Lines that are no events of this version, or torn."""
+        return self._foreign + self._events.unreadable
 
     def listen(self, on_event: Listener, on_metrics: Listener) -> None:
         """Have each new line told once it is part of the state."""
@@ -33,10 +38,13 @@ class RunFollower:
 
     def poll(self) -> None:
         for line in chain.from_iterable(self._events.blocks()):
+            if as_event(line) is None:
+                self._foreign += 1
+                continue
             try:
                 self.state.add_event(line)
             except (KeyError, TypeError, ValueError, AttributeError):
-                self.unreadable += 1
+                self._foreign += 1
                 continue
             for told in self._on_event:
                 told(line)

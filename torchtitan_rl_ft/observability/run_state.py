@@ -136,7 +136,7 @@ class RunState:
             self._tell(line)
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
-        self.metrics = {k: v for k, v in row.items() if not _endless(v)}
+        self.metrics = {k: v for k, v in row.items() if _is_plain(v)}
         step = row.get("step")
         if not isinstance(step, int):
             return
@@ -307,9 +307,11 @@ def _every_step(kind: Kind, line: Mapping[str, Any]) -> bool:
     return kind is Kind.PUBLISH and line.get("role") == "rollout"
 
 
-def _endless(value: Any) -> bool:
-    """A number that JSON does not know."""
-    return isinstance(value, float) and not math.isfinite(value)
+def _is_plain(value: Any) -> bool:
+    """One number, flag or text, but no number that JSON does not know."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, int | str)
 
 
 def drop_reason(cause: Any) -> str:

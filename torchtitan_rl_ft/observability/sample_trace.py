@@ -2,22 +2,27 @@
 the buffer, training.
 
 ACCEPT brings what rollout and serving saw of a group (`rollout/sample_times.py`), SEAL names its
-batch, COMMIT or DROP ends it. Kept in memory: a few numbers per group that is not trained yet, and
-the groups' numbers of each batch, in case its step is trained again.
+batch, COMMIT or DROP ends it. Kept in memory: a few numbers of each group that is not trained yet,
+and of the last `MOST_TRAINED` that are, in case their step is trained again.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torchtitan_rl_ft.observability.event_data import dropped, whole, wholes
 from torchtitan_rl_ft.observability.events import Event
 from torchtitan_rl_ft.observability.timeline import Timeline
 from torchtitan_rl_ft.observability.trace_format import TraceFile, Track, text
 
 SAMPLE = "sample"
 MAX_LANES = 256
+MOST_TRAINED = 2**16
+"""Prompt groups of trained batches that are remembered."""
+
 CLOCK_SLACK_US = 1_000_000
 """A group is judged before it is accepted: times later than that are another clock's."""
 
@@ -107,14 +112,16 @@ class SampleTrace:
         self._lanes: dict[str, list[Track]] = {"groups": [], "batches": []}
         self._groups: dict[int, _Group] = {}
         self._batches: dict[int, _Batch] = {}
+        self._trained_batches: deque[tuple[int, list[int]]] = deque()  # with their groups
+        self._remembered = 0  # groups of these
         self.samples = 0
 
     # Events -------------------------------------------------------------------------------
 
     def accept(self, event: Event) -> None:
         at_us = self._timeline.us(event.mono_s)
-        number = event.data.get("group")
-        if not isinstance(number, int) or number in self._groups:
+        number = whole(event, "group")
+        if number is None or number in self._groups:
             return
         group = self._groups[number] = _Group(0, False, at_us)
         times = _Times.of(event.data.get("trace"), self._timeline)
@@ -122,10 +129,10 @@ class SampleTrace:
             self._rolled_out(number, group, times, event)
 
     def seal(self, event: Event) -> None:
-        number, at_us = event.data.get("batch"), self._timeline.us(event.mono_s)
-        if not isinstance(number, int):
+        number, at_us = whole(event, "batch"), self._timeline.us(event.mono_s)
+        if number is None:
             return
-        groups = [g for g in event.data.get("groups") or [] if isinstance(g, int)]
+        groups = wholes(event, "groups")
         self._batches[number] = _Batch(event.step or 0, at_us, groups)
         for g in groups:
             if (group := self._groups.get(g)) is not None:
@@ -134,9 +141,9 @@ class SampleTrace:
 
     def commit(self, event: Event, began_us: int, steps: Track | None) -> None:
         """`began_us`: when its step began; `steps` has a slice from there to now."""
-        number, at_us = event.data.get("batch"), self._timeline.us(event.mono_s)
-        batch = self._batches.get(number) if isinstance(number, int) else None
-        if batch is None:
+        number, at_us = whole(event, "batch"), self._timeline.us(event.mono_s)
+        batch = self._batches.get(number) if number is not None else None
+        if number is None or batch is None:
             return
         again = batch.commits > 0
         since_us = began_us if again else batch.sealed_us
@@ -150,13 +157,25 @@ class SampleTrace:
                 if group.track is not None and steps is not None and not again:
                     self._arrow(f"g{g}", group, lane, start_us, steps, train_us, at_us)
         batch.commits += 1
+        if not again:
+            self._remember(number, batch)
+
+    def _remember(self, number: int, batch: _Batch) -> None:
+        """It is trained; of too many the oldest are forgotten."""
+        self._trained_batches.append((number, batch.groups))
+        self._remembered += len(batch.groups)
+        while self._remembered > MOST_TRAINED and len(self._trained_batches) > 1:
+            oldest, groups = self._trained_batches.popleft()
+            self._remembered -= len(groups)
+            self._batches.pop(oldest, None)
+            for g in groups:
+                self._groups.pop(g, None)
 
     def drop(self, event: Event) -> None:
         at_us = self._timeline.us(event.mono_s)
-        numbers = [event.data.get("group"), *(event.data.get("groups") or [])]
-        for number in numbers:
-            if not isinstance(number, int):
-                continue
+        if (batch := whole(event, "batch")) is not None:
+            self._batches.pop(batch, None)
+        for number in dropped(event):
             group = self._groups.pop(number, None)
             if group is not None and group.told and not group.trained:
                 at_us = max(at_us, group.accepted_us, group.sealed_us)

@@ -3,7 +3,8 @@
 Each process of the run has a track with its phases (trainers, rollout) or states (engines); steps,
 batches and prompt groups have tracks with arrows from one to the next, each sample an asynchronous
 track (`sample_trace.py`), each fault a slice with its phases (`outages.py`). The events are read
-once, in the order of the file, and written as they come: memory does not grow with their number.
+once, in the order of the file, and written as they come: kept are a few numbers of each step, and
+the prompt groups of the last ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.observability.event_data import whole, wholes
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.fault_trace import FaultTrace
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
@@ -309,7 +311,7 @@ class RunTrace:
             held["accepted"] += 1
         elif event.kind is Kind.SEAL:
             self._sample_trace.seal(event)
-            held["accepted"] = max(0, held["accepted"] - len(event.data.get("groups") or ()))
+            held["accepted"] = max(0, held["accepted"] - len(wholes(event, "groups")))
             held["sealed"] += 1
         else:
             held["sealed"] = max(0, held["sealed"] - 1)
@@ -329,7 +331,7 @@ class RunTrace:
         )
         self._since_us = ended_us
         self._sample_trace.commit(event, began_us, self._steps)
-        row = self._metrics.get((step, event.data.get("batch")))
+        row = self._metrics.get((step, whole(event, "batch")))
         for name, values in (row or {}).items():
             self._job.counter(at_us, name, values)
 
@@ -353,7 +355,9 @@ def _by_commit(
             values = {k: row[k] for k in keys if isinstance(row.get(k), int | float)}
             if values:
                 counters[name] = values
-        found[row.get("step"), row.get("batch")] = counters
+        step, batch = row.get("step"), row.get("batch")
+        if isinstance(step, int) and isinstance(batch, int | None):
+            found[step, batch] = counters
     return found
 
 

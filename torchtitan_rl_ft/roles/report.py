@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
-from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.observability.trace import write_trace
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -86,7 +87,8 @@ def main_trace(folder: RunFolder, target: str, as_json: bool) -> int:
     unread: list[int] = []
     events = read_events(folder.events, lambda line: unread.append(len(line)))
     try:
-        found = write_trace(path, events, read_jsonl(folder.metrics), {"run": folder.path.name})
+        rows = chain.from_iterable(JsonlTail(folder.metrics).blocks())
+        found = write_trace(path, events, rows, {"run": folder.path.name})
     except OSError as e:
         raise ConfigError(f"the trace cannot be written to {path}: {e.strerror or e}") from e
     report = {"file": str(path), **asdict(found), "unread_lines": len(unread)}
