@@ -15,7 +15,8 @@ engines, a checkpoint at every step. Strategies:
                    roles in parallel, from the newest checkpoint (of every step, or of every 5
                    steps). What was rolled out after that is lost. Nothing is charged for machines,
                    images or scheduling; files are in the page cache, checkpoint code and start are
-                   this package's own
+                   this package's own. An exit that no fault of the trace has caused is not
+                   charged to it: the arm is run again
 
 Faults, SIGKILL each: `trainers`, one trainer group at a uniform random time in every window of 10
 steps (the 10 % of RobustRL, OSDI '26); `all_roles`, in every window a group and an engine, in every
@@ -54,7 +55,7 @@ import psutil
 from benchmarks.live import plots, tables
 from benchmarks.live.accounts import account, key_of
 from benchmarks.live.arms import ENGINES, GROUPS, Arm, config_hash, plan
-from benchmarks.live.driver import ArmFailed, run
+from benchmarks.live.driver import ArmFailed, Disturbed, run
 from benchmarks.live.results import Results
 from benchmarks.live.trace import WINDOW_STEPS, TraceFault, draw
 from benchmarks.report import Aim, finish
@@ -117,12 +118,20 @@ def measure(arms: list[Arm], results: Results, keep: Path | None = None) -> list
     return failed
 
 
-def run_one(arm: Arm, trace: list[TraceFault], keep: Path | None = None) -> dict[str, Any]:
-    """Raises ArmFailed, ValueError."""
+def run_one(
+    arm: Arm, trace: list[TraceFault], keep: Path | None = None, tries: int = 2
+) -> dict[str, Any]:
+    """Once more where it was disturbed. Raises ArmFailed, ValueError."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="ettr_live_") as temp:
-        folder = unused(keep or Path(temp), key_of(arm).replace("/", "-"))
-        saved = account(arm, trace, run(arm, trace, folder))
+    try:
+        with tempfile.TemporaryDirectory(prefix="ettr_live_") as temp:
+            folder = unused(keep or Path(temp), key_of(arm).replace("/", "-"))
+            saved = account(arm, trace, run(arm, trace, folder))
+    except Disturbed as e:
+        if tries <= 1:
+            raise
+        print(f"disturbed, once more: {str(e).splitlines()[0]}", flush=True)
+        return run_one(arm, trace, keep, tries - 1)
     return {**saved, "took_s": round(time.monotonic() - began, 1)}
 
 

@@ -59,6 +59,11 @@ class ArmFailed(Exception):
     """The job did not come to its last step; the message has its story."""
 
 
+class Disturbed(ArmFailed):
+    """A process ended that nobody had struck (a port that another program took): a restart of the
+    whole job for that would be charged to the baseline."""
+
+
 @dataclass(frozen=True)
 class Restart:
     """The whole job was ended and started again: monotonic seconds, and whose exit was why."""
@@ -120,6 +125,7 @@ class Exits:
         self._tail = JsonlTail(job.folder.events, from_end=True)
         self._poll, self._names = select.poll(), dict[int, str]()
         self.step = 0  # the last one committed in this life
+        self.struck = False  # by a fault of the trace, in this life
 
     def __enter__(self) -> Exits:
         return self
@@ -145,6 +151,8 @@ class Exits:
             data = line.get("data", {})
             if line.get("kind") == Kind.COMMIT:
                 self.step = int(line["step"])
+            elif line.get("kind") == Kind.CHAOS and line.get("phase") == "inject":
+                self.struck = True  # told before it is done
             elif line.get("kind") == Kind.SPAWN and _matters(str(data.get("subject", ""))):
                 target = ProcessId(int(data["pid"]), float(data["start_time"]))
                 if not self._watch(target, str(data["subject"])):
@@ -207,12 +215,14 @@ def _restarting(job: Job, arm: Arm, restarts: list[Restart], end_mono_s: float) 
 
 
 def _first_exit(job: Job, exits: Exits, steps: int, end_mono_s: float) -> str | None:
-    """None: the job has made its last step, or has ended by itself."""
+    """None: the job has made its last step, or has ended by itself. Raises ArmFailed."""
     while job.processes[SUPERVISOR].poll() is None:
         subject = exits.look()
         if exits.step >= steps:
             return None
         if subject is not None:
+            if not exits.struck:
+                raise Disturbed(f"{subject} ended, and nobody had struck it\n{job.story()}")
             return subject
         if time.monotonic() > end_mono_s:
             raise ArmFailed(f"not over in time\n{job.story()}")

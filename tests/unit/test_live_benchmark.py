@@ -1,11 +1,13 @@
 """The pure parts of benchmarks/ettr_live.py: traces, arms, saved results, tables and plots."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,11 @@ from benchmarks import ettr_live
 from benchmarks.live import plots, tables
 from benchmarks.live.accounts import key_of
 from benchmarks.live.arms import LOADS, Arm, config_hash, plan
+from benchmarks.live.driver import Disturbed, Exits, Job, _first_exit
 from benchmarks.live.results import Results
 from benchmarks.live.trace import TraceFault, draw
 from torchtitan_rl_ft.chaos.plan import FaultKind, When, parse
+from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.run_folder import ProcessId
 
 SHAPE = {"steps": 100, "step_s": 1.5, "groups": 2, "engines": 2}
@@ -156,6 +160,45 @@ def test_a_job_ends_with_a_benchmark_that_is_killed(tmp_path):
     while job.alive():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("struck", [True, False])
+def test_a_restart_of_the_job_is_for_faults_of_the_trace_alone(tmp_path, struck):
+    with Job(tmp_path / "run") as job:
+        job.folder.path.mkdir(parents=True)
+        exits, log = Exits(job), EventLog(job.folder.events, run="r", role="x", name="x")
+        job.spawn("supervisor", "sleep", "600")
+        victim = ProcessId.of(job.spawn("victim", "sleep", "600").pid)
+        start_time = victim.start_time
+        log.emit(Kind.SPAWN, subject="engine-0", pid=victim.pid, start_time=start_time)
+        if struck:
+            log.emit(Kind.CHAOS, phase="inject", subject="engine-0")
+        with exits, contextlib.closing(log):
+            assert exits.look() is None
+            job.kill("victim")
+            end = time.monotonic() + 30
+            if struck:
+                assert _first_exit(job, exits, 9, end) == "engine-0"
+                return
+            with pytest.raises(Disturbed, match="engine-0 ended, and nobody had struck it"):
+                _first_exit(job, exits, 9, end)
+
+
+def test_a_disturbed_arm_is_run_once_more(tmp_path, monkeypatch, capsys):
+    tries = []
+
+    def run(arm: Arm, trace: list[TraceFault], folder: Path) -> str:
+        tries.append(folder.name)
+        if len(tries) % 2:
+            raise Disturbed("engine-0 ended\nits story")
+        return "ran"
+
+    monkeypatch.setattr(ettr_live, "run", run)
+    monkeypatch.setattr(ettr_live, "account", lambda arm, trace, ran: {"ran": ran})
+    assert ettr_live.run_one(ARM, [], tmp_path)["ran"] == "ran"
+    assert tries[1] == f"{tries[0]}.1" and "once more: engine-0 ended" in capsys.readouterr().out
+    with pytest.raises(Disturbed):
+        ettr_live.run_one(ARM, [], tries=1)
 
 
 MACHINE = {"cpus": 2}
