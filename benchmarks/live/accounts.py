@@ -24,9 +24,6 @@ from torchtitan_rl_ft.run_folder import RunFolder
 TOO_OLD = "too old"
 """How the reason of such a drop begins (rollout/sealing.py)."""
 
-WORK = (Kind.ISSUE, Kind.QUORUM, Kind.BEGIN)
-"""With one of these a life of a job begins to work."""
-
 
 def account(arm: Arm, trace: Sequence[TraceFault], ran: Ran) -> dict[str, Any]:
     """The arm's entry in the results. Raises ValueError: it is no run of this arm."""
@@ -114,8 +111,9 @@ def restart_phases(
     events: Sequence[Event], restarts: Sequence[Restart]
 ) -> dict[str, list[dict[str, float]]]:
     """Of each restart of the whole job, in seconds. detect: from the injection until the exit was
-    seen; restart: until the new life begins to work; reconnect: until its first batch is sealed;
-    redo: until that is committed. Then catch_up: until what was committed before is, too."""
+    seen; restart: until the new life rolls out, for which its trainers wait; reconnect: until its
+    first batch is sealed; redo: until that is committed. Then catch_up: until what was committed
+    before is, too."""
     found = []
     lives_s = [-math.inf, *(r.started_mono_s for r in restarts)]
     for restart, life_s in zip(restarts, lives_s, strict=False):
@@ -135,7 +133,7 @@ def restart_phases(
         marks_s = (
             hit_s,
             restart.seen_mono_s,
-            _first_s(after, *WORK),
+            next((e.mono_s for e in after if _rolls_out(e)), None),
             _first_s(after, Kind.SEAL),
             _first_s(after, Kind.COMMIT),
             next((e.mono_s for e in commits if (e.step or 0) >= tip), None),
@@ -146,8 +144,13 @@ def restart_phases(
     return {"job": found} if found else {}
 
 
-def _first_s(events: Sequence[Event], *kinds: Kind) -> float | None:
-    return next((e.mono_s for e in events if e.kind in kinds), None)
+def _rolls_out(event: Event) -> bool:
+    told = event.kind is Kind.PHASE and (event.name, event.phase) == ("rollout", "rollout")
+    return told or event.kind is Kind.SEAL
+
+
+def _first_s(events: Sequence[Event], kind: Kind) -> float | None:
+    return next((e.mono_s for e in events if e.kind is kind), None)
 
 
 def back_s(phase_s: dict[str, float]) -> float:

@@ -12,7 +12,7 @@ from benchmarks.live.trace import Faults, TraceFault
 
 Strategy = Literal["no_fault", "role_isolated", "full_restart"]
 
-METHOD = 1
+METHOD = 2
 """Raised when the way of measuring changes: saved results of another one are measured anew."""
 
 GROUPS, ENGINES = 2, 2

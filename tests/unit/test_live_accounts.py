@@ -8,8 +8,8 @@ from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.outage import Outage
 
 
-def event(mono_s: float, kind: Kind, *, phase=None, step=None, **data) -> Event:
-    common = {"wall_s": mono_s, "run": "r", "role": "supervisor", "name": "supervisor"}
+def event(mono_s: float, kind: Kind, *, phase=None, step=None, name="supervisor", **data) -> Event:
+    common = {"wall_s": mono_s, "run": "r", "role": name, "name": name}
     return Event(
         mono_s=mono_s, kind=kind, phase=phase, step=step, attempt=1, pid=1, data=data, **common
     )
@@ -22,12 +22,13 @@ def a_restarted_job() -> list[Event]:
         *(event(float(s), Kind.COMMIT, step=s) for s in (1, 2, 3, 4)),
         event(4.5, Kind.CHAOS, phase="inject", subject="trainer-1"),
         event(5.0, Kind.RUN, phase="resume"),
-        event(8.0, Kind.QUORUM),
+        event(6.0, Kind.QUORUM),  # trainers are up, and wait for a batch
+        event(8.0, Kind.PHASE, phase="rollout", name="rollout"),
         event(9.0, Kind.SEAL, step=3),
         event(10.0, Kind.COMMIT, step=3),
         event(10.2, Kind.CHAOS, phase="inject", subject="trainer-0"),
         event(11.0, Kind.RUN, phase="resume"),
-        event(14.0, Kind.ISSUE),
+        event(14.0, Kind.PHASE, phase="rollout", name="rollout"),
         event(15.0, Kind.SEAL, step=3),
         event(16.0, Kind.COMMIT, step=3),
         event(17.0, Kind.COMMIT, step=4),
