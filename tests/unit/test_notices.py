@@ -79,3 +79,12 @@ def test_each_start_and_each_death_is_a_change() -> None:
     started = event(Kind.RESTART, subject="engine-0", attempt=2)
     assert [len(told.of(e)) for e in (died, died, started, started)] == [1, 1, 1, 1]
     assert told.end() == []
+
+
+def test_what_all_processes_warn_of_is_said_once() -> None:
+    told = Notices()
+    cause = "the collector at http://127.0.0.1:4318 does not answer"
+    roles = ("supervisor", "serving", "trainer-0", "trainer-1")
+    lines = [t for name in roles for t in told.of(event(Kind.WARN, name, cause=cause, shared=True))]
+    assert lines == [f"warning: supervisor: {cause}"]
+    assert told.end() == [f"(3 more like: warning: supervisor: {cause})"]

@@ -158,7 +158,7 @@ class Exporter:
             self._warned = True
             self._events.emit(
                 Kind.WARN,
-                cause=f"{self._receiver} does not take what is exported, the run goes on: "
-                f"{first_line(cause)}; the oldest is dropped beyond {QUEUE_LIMIT} records, later "
-                "failures are not told",
+                cause=f"{self._receiver} does not take what is exported: {first_line(cause)}. The "
+                f"run goes on; the newest {QUEUE_LIMIT} records wait, it is tried again",
+                shared=True,
             )

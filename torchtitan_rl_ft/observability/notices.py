@@ -74,7 +74,8 @@ class _Said:
 
 class Notices:
     """Says a line once. What is the same but for its numbers, of the same process or step, is
-    counted; the count is said when something else happens to it, or at the end."""
+    counted; the count is said when something else happens to it, or at the end. A warning that all
+    processes may tell of (`shared`) is said once for them."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[Any, ...], _Said] = {}
@@ -92,6 +93,8 @@ class Notices:
         else:
             subject = line.get("data", {}).get("subject", line.get("name"))
             about, key = ("process", subject), (kind, _NUMBER.sub("#", text))
+            if line.get("data", {}).get("shared") is True:
+                about = key = ("shared", kind, _NUMBER.sub("#", first_line(line.get("cause"))))
         last = self._last.get(about)
         if last is not None and last.key == key and kind in _MAY_REPEAT:
             last.more += 1

@@ -290,7 +290,20 @@ class _Complaints(logging.Handler):
         texts = [r.getMessage() for r in self._records]
         code = next((a for r in self._records for a in r.args or () if isinstance(a, int)), None)
         # The first one names the cause, a later one that time was up.
-        return NotTaken(texts[0] if texts else "no reason given", final=_is_final(code))
+        wrong = next((a for r in self._records for a in r.args or () if _is_error(a)), None)
+        cause = texts[0] if texts else "no reason given"
+        return NotTaken(_root(wrong) or cause, final=_is_final(code))
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, BaseException)
+
+
+def _root(error: Any) -> str:
+    """What lies beneath the exceptions of the libraries that have wrapped it."""
+    while beneath := getattr(error, "__cause__", None) or getattr(error, "__context__", None):
+        error = beneath
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _is_final(code: int | None) -> bool:
