@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.run_events import Log
 from torchtitan_rl_ft.observability.ettr import CAUSES, Accounts, measure, samples
+from torchtitan_rl_ft.observability.ettr_text import ettr_rows
 from torchtitan_rl_ft.observability.events import Kind
 
 
@@ -46,6 +47,8 @@ def test_a_run_without_a_fault_loses_start_up_and_waits():
     assert found.strict.ratio == pytest.approx(25 / 70)
     assert found.strict.after_startup == pytest.approx(0.5)
     assert lost(found.strict) == {"trainer": {"wait": 20.0}, "engine": {"wait": 25.0}}
+    assert ("lost", "to faults nothing; to waiting engine 25.0 s, trainer 20.0 s (of 70.0 s slot "
+            "time, strict)") in ettr_rows(found)  # fmt: skip
     # By the paper the job makes progress all the time after its start-up.
     assert found.paper.ratio == pytest.approx(25 / 35)
     assert found.paper.after_startup == 1.0

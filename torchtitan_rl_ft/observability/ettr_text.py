@@ -35,14 +35,18 @@ def _figure_text(figure: Figure) -> str:
 
 
 def lost_text(figure: Figure, slot_s: float) -> str:
-    """The most first, within a role in the order of the causes."""
-    roles = sorted(figure.lost_s.items(), key=lambda item: -sum(item[1].values()))
-    parts = []
-    for role, causes in roles:
-        shown = [f"{cause} {s:.1f}" for cause, s in causes.items() if s >= SHOWN_S]
+    """What faults took, and what no fault did; of the roles the most first, within a role in the
+    order of the causes."""
+    faults, waits = [], []
+    for role, causes in sorted(figure.lost_s.items(), key=lambda item: -sum(item[1].values())):
+        shown = {cause: s for cause, s in causes.items() if s >= SHOWN_S}
+        if (wait_s := shown.pop("wait", None)) is not None:
+            waits.append(f"{role} {wait_s:.1f} s")
         if shown:
-            parts.append(f"{role} {', '.join(shown)}")
-    return f"{'; '.join(parts) or 'nothing'} (of {slot_s:.1f} slot-seconds)"
+            faults.append(f"{role} {', '.join(f'{c} {s:.1f} s' for c, s in shown.items())}")
+    lost = f"to faults {'; '.join(faults) or 'nothing'}"
+    waited = f"; to waiting {', '.join(waits)}" if waits else ""
+    return f"{lost}{waited} (of {slot_s:.1f} s slot time, strict)"
 
 
 def outage_lines(found: Sequence[Outage]) -> list[str]:

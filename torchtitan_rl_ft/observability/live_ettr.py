@@ -35,6 +35,7 @@ class Measured:
     ettr: Ettr | None = None  # None: no step was committed
     samples: list[EttrSample] = field(default_factory=list)
     start_s: float | None = None  # of the life, on the monotonic clock
+    window_s: float = 0.0  # of the samples
     problem: str | None = None  # why there is nothing newer
 
 
@@ -100,7 +101,7 @@ class LiveEttr:
         settled = self._accounts.settled()
         every_s = max(self._every_s, (settled.end_s - settled.start_s) / MOST_SAMPLES)
         samples = settled.samples(self._window_s, every_s)
-        return Measured(settled.ettr(), samples, self._start_s)
+        return Measured(settled.ettr(), samples, self._start_s, self._window_s)
 
     def _new_events(self) -> Iterator[Event]:
         """In the order of the clock within a life. The last ones are kept back until the next time,

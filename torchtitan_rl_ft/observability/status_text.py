@@ -83,7 +83,8 @@ def _ettr(measured: Measured) -> str:
         free = "" if figure.fault_free is None else f", fault-free {figure.fault_free:.3f}"
         window = ""
         if measured.samples:
-            window = f", of the last window {getattr(measured.samples[-1], f'{name}_window'):.3f}"
+            value = getattr(measured.samples[-1], f"{name}_window")
+            window = f", of the last {measured.window_s:g} s {value:.3f}"
         parts.append(f"{name} {figure.ratio:.3f}{window}{free}")
     return "; ".join(parts)
 
