@@ -44,7 +44,9 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
 
 def test_every_benchmark_with_results_says_how_to_run_it():
     commands = [x for x in pages.page().splitlines() if x.startswith("    python ")]
-    assert (
-        "    python benchmarks/partials.py [--rounds 5] [--intervals 16,64,256] [--out FILE]"
-        in (commands)
-    )
+    partials = "    python benchmarks/partials.py [--rounds 5] [--intervals 16,64,256] [--out FILE]"
+    assert partials in commands
+    for path in pages.RESULTS.iterdir():
+        scripts = (f"{path.stem}.py", f"{path.stem}/__main__.py")
+        if any((pages.ROOT / "benchmarks" / script).exists() for script in scripts):
+            assert any(path.stem in command for command in commands), path.name

@@ -1,9 +1,12 @@
 """What an arm of benchmarks/ettr_live.py came to, by its events."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.live.accounts import outage_phases, restart_phases, rewound
 from benchmarks.live.driver import Restart
+from torchtitan_rl_ft.observability.ettr import measure
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.outage import Outage
 
@@ -107,3 +110,35 @@ def test_of_outages_those_that_were_injected_and_are_over_count():
     assert found["trainer"][0] == pytest.approx(
         {"detect": 0.1, "restart": 0.1, "reconnect": 0.4, "redo": 0.4}
     )
+
+
+def test_the_time_in_which_a_restarted_job_is_dead_is_in_both_ratios():
+    """One group, one step before the kill and one after: 2 of 10 s of work, 4 s of them dead."""
+
+    def step(begin_s: float, step: int, pid: int) -> list[Event]:
+        phases = ((0.0, "forward_backward"), (0.8, "optimizer"), (0.95, "report"), (1.0, "waiting"))
+        told = [event(begin_s - 0.1, Kind.QUORUM, step=step, name="trainer-0")]
+        told += [
+            event(begin_s + at_s, Kind.PHASE, phase=phase, step=step, name="trainer-0")
+            for at_s, phase in phases
+        ]
+        seal = event(begin_s, Kind.SEAL, step=step, name="rollout")
+        commit = event(begin_s + 0.9, Kind.COMMIT, step=step, name="rollout")
+        commit.data["shares"] = [["trainer-0", 1, 1]]
+        return [seal, *(replace(e, role="trainer", pid=pid) for e in told), commit]
+
+    events = [
+        event(0.0, Kind.RUN, phase="start"),
+        *step(1.0, 1, pid=2),
+        event(2.5, Kind.CHAOS, phase="inject", subject="trainer-0", fault="kill"),
+        # Ended by whoever starts it again: nobody tells of it.
+        event(6.5, Kind.RUN, phase="resume"),
+        *step(9.0, 2, pid=3),
+    ]
+    events = sorted(events, key=lambda e: e.mono_s)
+    found = measure(rewound(events), whole_run=True)
+    assert found.wall_s == found.slot_s == pytest.approx(9.9)
+    assert found.strict.ratio == pytest.approx((1.0 + 0.9) / 9.9)
+    assert found.paper.ratio <= 1 - (9.0 - 2.5) / 9.9
+    lost_s = sum(s for causes in found.strict.lost_s.values() for s in causes.values())
+    assert lost_s == pytest.approx(9.9 - 1.9)
