@@ -37,10 +37,12 @@ def _values(pairs: Any) -> dict[str, Any]:
 
 
 class OtlpReceiver:
-    """Use as a context manager. `status` and `delay_s`: how it answers."""
+    """Use as a context manager. `status` and `delay_s`: how it answers; of other `routes` it knows
+    nothing."""
 
     def __init__(self) -> None:
         self.status, self.delay_s = 200, 0.0
+        self.routes = tuple(REQUESTS)
         self.requests: list[str] = []
         self.bodies: list[bytes] = []
         self.logs: list[Got] = []
@@ -55,8 +57,9 @@ class OtlpReceiver:
                 time.sleep(receiver.delay_s)
                 if self.headers.get("Content-Encoding") == "gzip":
                     body = gzip.decompress(body)
-                receiver._take(self.path, body)
-                self.send_response(receiver.status)
+                status = receiver.status if self.path in receiver.routes else 404
+                receiver._take(self.path, body, status)
+                self.send_response(status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -75,10 +78,10 @@ class OtlpReceiver:
         self._server.shutdown()
         self._server.server_close()
 
-    def _take(self, path: str, body: bytes) -> None:
+    def _take(self, path: str, body: bytes, status: int) -> None:
         with self._lock:
             self.requests.append(path)
-            if self.status != 200:
+            if status != 200:
                 return
             self.bodies.append(body)
             message = REQUESTS[path].FromString(body)

@@ -293,3 +293,55 @@ def test_what_the_receiver_will_never_take_is_dropped(tmp_path):
     log.close()
     assert [item.kind for item in sent[1]] == [Kind.STOP]
     assert len(events.events) == 1
+
+
+def test_a_receiver_of_traces_alone_gets_them(start, receiver):
+    """It knows no other route: Jaeger is one."""
+    receiver.routes = ("/v1/traces",)
+    log, exporter = start(receiver.endpoint)
+    log.emit(Kind.COMMIT, step=1)
+    wait_for(lambda: exporter.dropped, "a refusal")
+    log.emit(Kind.COMMIT, step=2)
+    log.close()
+    assert [s.attributes["step"] for s in receiver.spans] == [1, 2]
+    assert receiver.logs == [] and not exporter._failures
+
+
+def test_what_cannot_be_exported_is_dropped_and_holds_up_nothing(tmp_path):
+    """Whatever a library raises, what comes later is sent."""
+    sent, events = [], EventList()
+
+    class Broken:
+        def send(self, sort, items):
+            sent.append((sort, items))
+            if len(sent) == 1:
+                raise KeyError("of a library")
+
+    exporter = Exporter(events, Broken, receiver="it", interval_s=0.01)
+    exporter.start()
+    log = EventLog(tmp_path / "events.jsonl", run="r", role="rollout", name="rollout")
+    log.listen(exporter)
+    log.emit(Kind.COMMIT, step=1)
+    wait_for(lambda: exporter.dropped == 1, "the drop")
+    log.emit(Kind.STOP)
+    log.close()
+    assert [sort for sort, _ in sent].count("traces") == 1
+    assert [i.kind for sort, items in sent[1:] if sort == "logs" for i in items] == [Kind.STOP]
+    assert len(events.events) == 1 and "KeyError" in events.events[0]["cause"]
+
+
+def test_values_that_opentelemetry_does_not_know_are_told_as_text(start, receiver):
+    log, exporter = start(receiver.endpoint)
+    log.emit(Kind.WARN, cause="no file \udcff.py", seed=2**70, small=-(2**63), ok=True)
+    log.close()
+    [warn] = receiver.logs
+    assert warn.attributes["seed"] == str(2**70) and warn.attributes["small"] == -(2**63)
+    assert warn.attributes["cause"] == "no file ?.py" and exporter.dropped == 0
+
+
+def test_records_for_which_no_request_was_made_are_not_tried_again():
+    told = otel._Complaints()
+    told.handle(logging.makeLogRecord({"msg": "Dropping log batch: %d bytes", "args": (7,)}))
+    assert told.not_taken().final
+    told.handle(logging.makeLogRecord({"msg": "Transient error %s encountered", "args": ("x",)}))
+    assert not told.not_taken().final

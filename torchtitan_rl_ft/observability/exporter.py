@@ -8,6 +8,8 @@ intervals. The end of the process waits `CLOSE_TIMEOUT_S` for the last export at
 from __future__ import annotations
 
 import atexit
+import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -17,6 +19,8 @@ from typing import Any, Protocol
 
 from torchtitan_rl_ft.observability.events import Event, EventSink, Kind, first_line
 from torchtitan_rl_ft.observability.spans import Span, SpanFold
+
+logger = logging.getLogger(__name__)
 
 QUEUE_LIMIT = 4096
 """Records of each sort that wait to be exported."""
@@ -137,23 +141,26 @@ class Exporter:
             self._append(self._waiting["metrics" if isinstance(more, Point) else "traces"], more)
 
     def _export(self, sender: Sender) -> None:
+        """Each sort for itself: a receiver may take traces and nothing else."""
         for sort, queue in self._waiting.items():
-            while queue:
-                batch = [queue[i] for i in range(min(len(queue), BATCH_LIMIT))]
-                wrong = sender.send(sort, batch)
+            wrong = None
+            while queue and wrong is None:
+                batch = list(itertools.islice(queue, BATCH_LIMIT))
+                wrong = _send(sender, sort, batch)
                 if wrong is None or wrong.final:
                     for _ in batch:
                         queue.popleft()
                 if wrong is not None:
                     self.dropped += len(batch) if wrong.final else 0
-                    self._failed(wrong.cause)
-                    return
+                    self._warn(wrong.cause)
+            if wrong is not None and not wrong.final:  # the others would wait for it in vain
+                self._failures += 1
+                wait_s = min(RETRY_MAX_S, self._interval_s * 2**self._failures)
+                self._try_at_s = self._clock_s() + wait_s
+                return
         self._failures = 0
 
-    def _failed(self, cause: str) -> None:
-        self._failures += 1
-        wait_s = min(RETRY_MAX_S, self._interval_s * 2**self._failures)
-        self._try_at_s = self._clock_s() + wait_s
+    def _warn(self, cause: str) -> None:
         if not self._warned and not self._closing.is_set():  # the events may be closed by then
             self._warned = True
             self._events.emit(
@@ -162,3 +169,11 @@ class Exporter:
                 f"run goes on; the newest {QUEUE_LIMIT} records wait, it is tried again",
                 shared=True,
             )
+
+
+def _send(sender: Sender, sort: str, batch: list[Any]) -> NotTaken | None:
+    try:
+        return sender.send(sort, batch)
+    except Exception as e:  # of a library that the run does not depend on
+        logger.exception("%d %s cannot be exported", len(batch), sort)
+        return NotTaken(f"{type(e).__name__}: {e}", final=True)

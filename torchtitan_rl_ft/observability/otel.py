@@ -126,15 +126,19 @@ class Hidden:
     def __call__(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
-        return text
+        # A file's name may hold what is no character.
+        return text.encode(errors="replace").decode()
 
     def attributes(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Fit for OpenTelemetry: numbers, flags and texts; anything else as JSON."""
         return {
-            k: v if isinstance(v, bool | int | float) else self(_text(v))
-            for k, v in values.items()
-            if v is not None
+            k: v if _is_number(v) else self(_text(v)) for k, v in values.items() if v is not None
         }
+
+
+def _is_number(value: Any) -> bool:
+    """Or a flag. A whole number of OpenTelemetry has 64 bits."""
+    return isinstance(value, float) or (isinstance(value, int) and -(2**63) <= value < 2**63)
 
 
 def _text(value: Any) -> str:
@@ -180,6 +184,8 @@ class OtlpSender:
         log = logging.getLogger("opentelemetry.exporter")
         log.addHandler(self._complaints)
         log.propagate = False
+        # Their filter leaves out what was told a moment ago, and with it why nothing was taken.
+        logging.getLogger(OTLPLogExporter.__module__).filters.clear()
 
     def send(self, sort: str, items: list[Any]) -> NotTaken | None:
         self._complaints.clear()
@@ -273,6 +279,11 @@ class OtlpSender:
         return MetricsData([ResourceMetrics(self._resource, [scope], "")])
 
 
+_OF_A_REQUEST = ("Failed to export", "Transient error")
+"""How the exporters begin to tell of a request; of others (records that cannot be encoded, or are
+too large) none was made."""
+
+
 class _Complaints(logging.Handler):
     """What the exporters log of a request, in place of their log lines."""
 
@@ -292,7 +303,8 @@ class _Complaints(logging.Handler):
         # The first one names the cause, a later one that time was up.
         wrong = next((a for r in self._records for a in r.args or () if _is_error(a)), None)
         cause = texts[0] if texts else "no reason given"
-        return NotTaken(_root(wrong) or cause, final=_is_final(code))
+        asked = not texts or any(t.startswith(_OF_A_REQUEST) for t in texts)
+        return NotTaken(_root(wrong) or cause, final=not asked or _is_final(code))
 
 
 def _is_error(value: object) -> bool:
