@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -36,6 +37,14 @@ needs_prometheus = pytest.mark.skipif(
 )
 
 
+def reserved() -> socket.socket:
+    """Holds a free port that a server may listen at: nobody else gets it, also while none does."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 class Served:
     """The page of a run, served from a thread as a supervisor serves it."""
 
@@ -43,7 +52,8 @@ class Served:
         self.run = ToldRun(RunFolder(path))
         self.run.write()
         self.problems = EventList()
-        self._port = 0
+        self._held = reserved()
+        self._port = self._held.getsockname()[1]
         self.start()
 
     def start(self) -> None:
@@ -58,6 +68,9 @@ class Served:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
+    def close(self) -> None:
+        self._held.close()
+
     async def _serve(self) -> None:
         folder = self.run.folder
         follower = RunFollower(folder, RunState(2 * STEPS, 2, 2))
@@ -65,7 +78,7 @@ class Served:
         limits = HealthLimits(600.0, 600.0)
         page = StatusPage(follower, live, limits, self.problems, ettr_window_s=30.0)
         self.url, runner = await server.start(page.app(), port=self._port, grace_s=0.1)
-        self._port, self._loop = int(self.url.rpartition(":")[2]), asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._ready.set()
         await self._stop.wait()
         await runner.cleanup()
@@ -76,6 +89,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
     made = Served(tmp_path_factory.mktemp("page") / "run-1")
     yield made
     made.stop()
+    made.close()
     assert made.problems.events == []
 
 
@@ -195,23 +209,34 @@ def prometheus(tmp_path_factory, served) -> Iterator[str]:
         "global: {scrape_interval: 1s, scrape_timeout: 1s}\n"
         "scrape_configs: [{job_name: rl_ft, static_configs: [{targets: ['" + target + "']}]}]\n"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}"]
-    command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
-    with open(folder / "log", "wb") as log:
+    with reserved() as held, open(folder / "log", "wb") as log:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}"]
+        command += [f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
         started = subprocess.Popen(
-            [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
+            [*command, f"--web.listen-address={address}"], stdout=log, stderr=log
         )
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        started.terminate()
         try:
-            started.wait(30)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
+            wait_until_ready(f"http://{address}", started, folder / "log")
+            yield f"http://{address}"
+        finally:
+            started.terminate()
+            try:
+                started.wait(30)
+            except subprocess.TimeoutExpired:
+                started.kill()
+                started.wait()
+
+
+def wait_until_ready(prometheus: str, started: subprocess.Popen[bytes], log: Path) -> None:
+    """It listens before its storage is open, and answers 503 in plain text until then."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{prometheus}/-/ready", trust_env=False, timeout=30).is_success:
+                return
+        assert started.poll() is None and time.monotonic() < end, log.read_text()[-2000:]
+        time.sleep(0.1)
 
 
 def ask(prometheus: str, query: str) -> list[dict]:
