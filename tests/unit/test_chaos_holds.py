@@ -207,6 +207,26 @@ def test_a_full_disk_has_room_again_after_its_time(small_disk: Path) -> None:
         run.log.close()
 
 
+def test_a_fault_of_the_same_look_waits_for_a_full_disk(small_disk: Path) -> None:
+    run = Run(small_disk / "run")
+    try:
+        run.start()
+        run.spawn("rollout")
+        run.spawn("serving", script="print(flush=True); import time; time.sleep(600)")
+        plan = ["fill disk of rollout for 0.5 s after 0.01 s", "kill serving after 0.01 s"]
+        with running(run.injector(*plan)):
+            until(lambda: len(run.seen()) == 2)
+        [lifted] = run.seen(phase="lift")
+        filled, killed = run.seen()
+        assert filled.data["fault"] == "fill"
+        assert lifted.mono_s <= killed.mono_s
+    finally:
+        for started in run.started:
+            started.kill()
+            started.wait()
+        run.log.close()
+
+
 def test_what_a_killed_injector_filled_is_removed(small_disk: Path) -> None:
     run = Run(small_disk / "run")
     run.start()

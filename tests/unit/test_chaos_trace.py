@@ -45,7 +45,8 @@ def test_draws_are_exponential_and_alike_for_equal_seeds() -> None:
 
 
 def event(kind: str, mono_s: float, **fields: Any) -> dict[str, Any]:
-    return {"kind": kind, "mono_s": mono_s, **fields}
+    told_by = {"run": "run", "role": "rollout", "name": "rollout", "attempt": 1, "pid": 1}
+    return {"wall_s": mono_s, "mono_s": mono_s, **told_by, "kind": kind, **fields}
 
 
 def test_drawn_faults_come_by_the_clock_of_training() -> None:

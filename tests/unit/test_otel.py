@@ -345,3 +345,15 @@ def test_records_for_which_no_request_was_made_are_not_tried_again():
     assert told.not_taken().final
     told.handle(logging.makeLogRecord({"msg": "Transient error %s encountered", "args": ("x",)}))
     assert not told.not_taken().final
+
+
+def test_whatever_breaks_the_export_is_one_warning(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", run="r", role="rollout", name="rollout")
+    exporter = Exporter(log, lambda: 1 / 0, receiver="it", interval_s=0.01)
+    log.listen(exporter)
+    exporter.start()
+    wait_for(lambda: list(read_events(tmp_path / "events.jsonl")), "no warning")
+    log.emit(Kind.STOP)
+    log.close()
+    warning, _ = read_events(tmp_path / "events.jsonl")
+    assert "ZeroDivisionError" in warning.cause and "The run goes on; nothing more" in warning.cause

@@ -24,8 +24,8 @@ from torchtitan_rl_ft.chaos.targets import Targets
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind
-from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.events import EventLog, EventSink, Kind, read_event
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 
@@ -106,7 +106,7 @@ def main_record(path: str, file: str) -> int:
     if not events.is_file():
         raise ConfigError(f"{path} is neither a run folder with events.jsonl nor such a file")
     try:
-        found = trace.record(read_jsonl(events))
+        found = trace.record(JsonlTail(events, parse=read_event).read())
     except (FaultInvalid, KeyError) as e:
         raise ConfigError(f"{events} tells of a fault that this version does not know: {e}") from e
     if not found:

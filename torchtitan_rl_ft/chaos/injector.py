@@ -15,7 +15,7 @@ from torchtitan_rl_ft.chaos.memory import Memory
 from torchtitan_rl_ft.chaos.plan import Fault, FaultKind
 from torchtitan_rl_ft.chaos.schedule import Due, Schedule
 from torchtitan_rl_ft.chaos.targets import Targets, Victim
-from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.observability.events import EventSink, Kind, read_event
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -47,7 +47,7 @@ class Injector:
         self._folder, self._schedule, self._targets = folder, schedule, targets
         self._memory, self._events, self._clock = memory, events, clock
         self._holds = holds or Holds(folder)
-        self._tail = JsonlTail(folder.events, may_begin_anew=True)
+        self._tail = JsonlTail(folder.events, may_begin_anew=True, parse=read_event)
         self._ended = threading.Event()
         self._holding: list[threading.Thread] = []
         self._writing = threading.Lock()
@@ -85,9 +85,9 @@ class Injector:
         for line in lines:
             self._schedule.see(line)
             self._targets.see(line)
-        if not self._holds.writable.is_set():
-            return  # what is injected is written down first
         for due in self._schedule.due(self._clock()):
+            if not self._holds.writable.is_set():
+                return  # what is injected is written down first
             if not self._memory.struck(due.key):
                 self._strike(due)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torchtitan_rl_ft.chaos.plan import Fault, FaultInvalid, parse, parse_command
 from torchtitan_rl_ft.chaos.training_clock import LIFE_STARTS, TrainingClock
-from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.events import Kind, read_event
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
 
 FORMAT = "torchtitan_rl_ft fault trace 1"
 LEAST_S = 0.001
@@ -99,7 +99,7 @@ def load(path: Path) -> list[Recorded]:
     try:
         if isinstance(whole, dict) and "faults" in whole:
             return _read(whole)
-        found = record(read_jsonl(path))
+        found = record(JsonlTail(path, parse=read_event).read())
     except (FaultInvalid, KeyError, TypeError, ValueError) as e:
         raise TraceInvalid(f"{path}: {type(e).__name__}: {e}") from None
     if not found:

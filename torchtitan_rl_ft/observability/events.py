@@ -18,6 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_rl_ft.observability import json_text
+
 _LINE_START = b'{"wall_s":'
 
 
@@ -239,13 +241,17 @@ def as_event(read: Any) -> Event | None:
 LATEST_S = 1e11
 """A clock that says more (the year 5138) is none."""
 
+MOST = 2**63
+"""A count that is not below it is none."""
+
 
 def _sound(event: Event) -> bool:
     """Whether what all readers count on is of its type."""
     clocks = (event.wall_s, event.mono_s)
     times = all(isinstance(t, int | float) and abs(t) < LATEST_S for t in clocks)  # NaN neither
-    numbers = all(isinstance(n, int | None) for n in (event.step, event.version, event.pid))
-    texts = all(isinstance(t, str | None) for t in (event.name, event.role, event.phase))
+    counts = (event.step, event.version, event.pid)
+    numbers = all(n is None or (isinstance(n, int) and abs(n) < MOST) for n in counts)
+    texts = all(isinstance(t, str) for t in (event.name, event.role, event.phase or ""))
     return times and numbers and texts and isinstance(event.data, dict)
 
 
@@ -253,5 +259,11 @@ def read_line(line: bytes) -> Any:
     """A line as JSON, or what was appended to a torn one. None for what is neither."""
     for start in (0, max(0, line.rfind(_LINE_START))):
         with contextlib.suppress(ValueError):
-            return json.loads(line[start:])
+            return json_text.parse(line[start:])
     return None
+
+
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """A line as the JSON of an event; None for what is no event of this version."""
+    read = read_line(line)
+    return None if as_event(read) is None else read

@@ -8,6 +8,7 @@ intervals. The end of the process waits `CLOSE_TIMEOUT_S` for the last export at
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import threading
@@ -27,6 +28,8 @@ QUEUE_LIMIT = 4096
 
 BATCH_LIMIT = 512
 """Records of a sort in one request."""
+
+WAITS = f"the newest {QUEUE_LIMIT} records wait, it is tried again"
 
 RETRY_MAX_S = 60.0
 CLOSE_TIMEOUT_S = 1.0
@@ -117,6 +120,14 @@ class Exporter:
     # In the side thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception as e:  # the run does not depend on what is shown of it
+            logger.exception("nothing more is exported")
+            self._warned = False
+            self._warn(f"{type(e).__name__}: {e}", "nothing more is exported")
+
+    def _follow(self) -> None:
         sender = self._make_sender()
         while True:  # at once: a receiver that is not there is told at the start
             self._collect()
@@ -160,13 +171,15 @@ class Exporter:
                 return
         self._failures = 0
 
-    def _warn(self, cause: str) -> None:
-        if not self._warned and not self._closing.is_set():  # the events may be closed by then
-            self._warned = True
+    def _warn(self, cause: str, outcome: str = WAITS) -> None:
+        if self._warned or self._closing.is_set():  # the events may be closed by then
+            return
+        self._warned = True
+        with contextlib.suppress(OSError):  # a full disk
             self._events.emit(
                 Kind.WARN,
                 cause=f"{self._receiver} does not take what is exported: {first_line(cause)}. The "
-                f"run goes on; the newest {QUEUE_LIMIT} records wait, it is tried again",
+                f"run goes on; {outcome}",
                 shared=True,
             )
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from torchtitan_rl_ft.observability import json_text
 
 BLOCK_BYTES = 2**20
 
@@ -23,7 +24,7 @@ class JsonlTail:
         may_begin_anew: bool = False,
         from_end: bool = False,
         offset: int = 0,
-        parse: Callable[[bytes], Any] = json.loads,
+        parse: Callable[[bytes], Any] = json_text.parse,
     ) -> None:
         """`may_begin_anew`: it may be removed by hand, and is read from the start then. `from_end`:
         only what is appended from now on. `offset`: only what is beyond so many bytes.

@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_rl_ft.observability.events import EventSink, Kind, first_line
-from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
-from torchtitan_rl_ft.observability.metric_rows import committed_rows
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.metric_rows import committed_rows, read_metrics, read_row
 from torchtitan_rl_ft.run_folder import write_atomic
 
 POLL_S = 0.5
@@ -85,8 +86,8 @@ class Follower:
         """Raises what the sink raises; the same lines come again then."""
         if self._offset and self._size() < self._offset:  # of a run that was here before
             self._offset, self._step, self._begun = 0, sys.maxsize, False
-        tail = JsonlTail(self._path, offset=self._offset)
-        lines = [line for line in tail.read() if isinstance(line.get("step"), int)]
+        tail = JsonlTail(self._path, offset=self._offset, parse=read_row)
+        lines = tail.read()
         if not lines:
             return
         self._sink = self._sink or self._make_sink()
@@ -121,7 +122,7 @@ class Follower:
 
 def standing(path: Path, before: int) -> list[dict[str, Any]]:
     """The lines of the steps before `before` that no rewind has undone."""
-    return [dict(line) for line in committed_rows(read_jsonl(path)) if line["step"] < before]
+    return [dict(line) for line in committed_rows(read_metrics(path)) if line["step"] < before]
 
 
 def _read_cursor(path: Path) -> tuple[int, int, int]:
@@ -170,6 +171,7 @@ class MetricSinks:
                 cause = (
                     f"{name} lacks metrics, the run goes on: {type(e).__name__}: {first_line(e)}"
                 )
-                self._events.emit(Kind.WARN, cause=cause)
+                with contextlib.suppress(OSError):  # a full disk
+                    self._events.emit(Kind.WARN, cause=cause)
             return False
         return True

@@ -91,7 +91,7 @@ class Notices:
             # All groups tell of the same one.
             about, key = ("step", kind), (step,)
         else:
-            subject = line.get("data", {}).get("subject", line.get("name"))
+            subject = str(line.get("data", {}).get("subject", line.get("name")))
             about, key = ("process", subject), (kind, _NUMBER.sub("#", text))
             if line.get("data", {}).get("shared") is True:
                 about = key = ("shared", kind, _NUMBER.sub("#", first_line(line.get("cause"))))

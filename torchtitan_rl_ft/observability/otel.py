@@ -20,6 +20,7 @@ from torchtitan_rl_ft.observability.events import Event, EventLog, Kind
 from torchtitan_rl_ft.observability.exporter import Exporter, NotTaken, Point, Record
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.metric_names import exported_name
+from torchtitan_rl_ft.observability.metric_rows import read_row
 from torchtitan_rl_ft.observability.recovery_spans import RecoverySpans
 from torchtitan_rl_ft.observability.spans import Span, SpanFold, span_of_step, trace_of_step
 
@@ -150,7 +151,9 @@ class MetricPoints:
     its commit."""
 
     def __init__(self, path: Path | None) -> None:
-        self._tail = JsonlTail(path, may_begin_anew=True, from_end=True) if path else None
+        self._tail = (
+            JsonlTail(path, may_begin_anew=True, from_end=True, parse=read_row) if path else None
+        )
 
     def read(self, fold: SpanFold) -> Iterable[Point]:
         for line in self._tail.read() if self._tail is not None else ():

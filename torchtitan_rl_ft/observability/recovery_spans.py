@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from torchtitan_rl_ft.observability.event_order import InOrder
-from torchtitan_rl_ft.observability.events import as_event, read_line
+from torchtitan_rl_ft.observability.events import as_event, read_event
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.observability.outages import Outage, Outages
 from torchtitan_rl_ft.observability.spans import Span, stable_id
@@ -19,7 +19,7 @@ class RecoverySpans:
     """Of the faults from now on. What ends a supervisor itself is in no span, but in the report."""
 
     def __init__(self, path: Path, run: str) -> None:
-        self._tail = JsonlTail(path, may_begin_anew=True, from_end=True, parse=read_line)
+        self._tail = JsonlTail(path, may_begin_anew=True, from_end=True, parse=read_event)
         self._order, self._outages, self._run = InOrder(), Outages(), run
         self._told: set[tuple[str, float]] = set()
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from torchtitan_rl_ft.observability.events import as_event, read_line
+from torchtitan_rl_ft.observability.events import read_event
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.metric_rows import read_row
 from torchtitan_rl_ft.observability.run_state import RunState
 from torchtitan_rl_ft.run_folder import RunFolder
 
@@ -20,9 +21,9 @@ class RunFollower:
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
         self.folder, self.state = folder, state
-        self._foreign = 0  # lines of JSON that are no events of this version
-        self._events = JsonlTail(folder.events, may_begin_anew=True, parse=read_line)
-        self._metrics = JsonlTail(folder.metrics)
+        self._foreign = 0  # events whose data is of another version
+        self._events = JsonlTail(folder.events, may_begin_anew=True, parse=read_event)
+        self._metrics = JsonlTail(folder.metrics, may_begin_anew=True, parse=read_row)
         self._on_event: list[Listener] = []
         self._on_metrics: list[Listener] = []
 
@@ -38,12 +39,9 @@ class RunFollower:
 
     def poll(self) -> None:
         for line in chain.from_iterable(self._events.blocks()):
-            if as_event(line) is None:
-                self._foreign += 1
-                continue
             try:
                 self.state.add_event(line)
-            except (KeyError, TypeError, ValueError, AttributeError):
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 self._foreign += 1
                 continue
             for told in self._on_event:

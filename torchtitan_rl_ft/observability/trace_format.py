@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
-import math
 import os
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any, Self, cast
+
+from torchtitan_rl_ft.observability.json_text import text_of
 
 LINES_AT_ONCE = 2000
 COMPRESSION = 1  # of nine: four times as fast as the default, a third larger
@@ -27,18 +27,7 @@ NO_ARGS: Args = MappingProxyType({})
 
 def text(value: Any) -> str:
     """As JSON. Numbers that JSON does not know (NaN) become null."""
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return text_of(value, compact=True)
 
 
 class TraceFile:

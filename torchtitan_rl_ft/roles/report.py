@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,9 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
-from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
+from torchtitan_rl_ft.observability.json_text import text_of
+from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.metric_rows import read_metrics, read_row
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.observability.trace import write_trace
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -35,7 +36,7 @@ def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
     published = mode is not DebugMode.TRAIN_ONLY
     return summarise(
         events,
-        read_jsonl(folder.metrics) if trained else [],
+        read_metrics(folder.metrics) if trained else [],
         outcome=outcome if outcome is not None else outcome_of(folder, events),
         total_steps=resolved.get("training.steps"),
         transport=resolved.sections.rollout.weight_transport if published else "",
@@ -87,7 +88,7 @@ def main_trace(folder: RunFolder, target: str, as_json: bool) -> int:
     unread: list[int] = []
     events = read_events(folder.events, lambda line: unread.append(len(line)))
     try:
-        rows = chain.from_iterable(JsonlTail(folder.metrics).blocks())
+        rows = chain.from_iterable(JsonlTail(folder.metrics, parse=read_row).blocks())
         found = write_trace(path, events, rows, {"run": folder.path.name})
     except OSError as e:
         raise ConfigError(f"the trace cannot be written to {path}: {e.strerror or e}") from e
@@ -109,4 +110,4 @@ def _to_json(summary: Summary) -> dict[str, Any]:
 
 def _tell(as_json: bool, found: dict[str, Any], lines: list[str]) -> None:
     with while_read():
-        print(json.dumps(found, indent=1) if as_json else "\n".join(lines))
+        print(text_of(found, indent=1) if as_json else "\n".join(lines))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.observability.events import EventSink, Kind, read_event
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
 from torchtitan_rl_ft.rpc.client import RoleClient, RoleRefused, RoleUnreachable
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -80,7 +80,8 @@ class FirstCommit:
     """Tells when a group (no place: any) has reported a commit since this object was made."""
 
     def __init__(self, events: Path, place: str) -> None:
-        self._tail, self._place = JsonlTail(events, may_begin_anew=True, from_end=True), place
+        self._place = place
+        self._tail = JsonlTail(events, may_begin_anew=True, from_end=True, parse=read_event)
         self._since_mono_s = time.monotonic()
 
     def seen(self) -> bool:

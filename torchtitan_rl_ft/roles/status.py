@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import time
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.session_identity import identify
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.observability.jsonl import read_jsonl
+from torchtitan_rl_ft.observability.json_text import text_of
 from torchtitan_rl_ft.observability.live_ettr import LiveEttr, Measured, measured_json
+from torchtitan_rl_ft.observability.metric_rows import read_metrics
 from torchtitan_rl_ft.observability.run_state import RunState
 from torchtitan_rl_ft.observability.status_text import member_text, run_rows
 from torchtitan_rl_ft.roles.following import follower_of
@@ -229,7 +229,7 @@ def _roles(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _last_step(folder: RunFolder) -> int | None:
-    rows = read_jsonl(folder.metrics)
+    rows = read_metrics(folder.metrics)
     return rows[-1]["step"] if rows else None
 
 
@@ -321,11 +321,11 @@ def main_status(target: Target | None, as_json: bool) -> None:
     if target is not None:
         run = Run.of(folder_of(target))
         found = status(target, run)
-        print(json.dumps(found, indent=1) if as_json else "\n".join(show(found, run)))
+        print(text_of(found, indent=1) if as_json else "\n".join(show(found, run)))
         return
     sessions = list_sessions()
     if as_json:
-        print(json.dumps(sessions, indent=1))
+        print(text_of(sessions, indent=1))
     elif not sessions:
         print("no serving session of this user on this machine")
     for each in [] if as_json else sessions:

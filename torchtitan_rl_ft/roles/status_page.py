@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.resources
-import json
 import logging
 import re
 import time
@@ -27,6 +26,7 @@ from aiohttp import web
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.observability.health import Health, HealthLimits, health
+from torchtitan_rl_ft.observability.json_text import text_of
 from torchtitan_rl_ft.observability.live_ettr import LiveEttr, measured_json
 from torchtitan_rl_ft.observability.run_follower import RunFollower
 from torchtitan_rl_ft.roles.report import SUPERVISOR
@@ -200,9 +200,7 @@ def page() -> tuple[str, str]:
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
-    return web.json_response(
-        value, status=status, dumps=functools.partial(json.dumps, allow_nan=False)
-    )
+    return web.json_response(value, status=status, dumps=text_of)
 
 
 def _text(status: int, text: str) -> web.Response:
