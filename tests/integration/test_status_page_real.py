@@ -111,7 +111,7 @@ async def test_the_page_shows_the_run(served, devtools, tmp_path):
         text = await tab.run("document.body.innerText")
         for part in (
             f"{STEPS} / {2 * STEPS}", "trainer-1", "engine-1", "Policy version", *MEMBERS,
-            "too old 1", "serving", "killed by SIGKILL",
+            "too old 1", "serving", "killed by SIGKILL", "undisturbed step",
         ):  # fmt: skip
             assert part in text, part
         assert await tab.run("document.getElementById('ettr-at').textContent") == "since the start"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.run_events import Log
-from torchtitan_rl_ft.observability.ettr import samples
+from torchtitan_rl_ft.observability.ettr import measure, samples
 from torchtitan_rl_ft.observability.ettr_metrics import KEYS, EttrMetrics
 from torchtitan_rl_ft.observability.live_ettr import LiveEttr
 
@@ -45,6 +45,10 @@ def test_lines_tell_what_a_report_would(tmp_path):
             windows = (expected.strict_window, expected.paper_window)
             known = (found["ettr/strict_window"], found["ettr/paper_window"])
             assert known == pytest.approx(windows, abs=1e-5)
+            whole = measure(log.events)
+            beside = [found[k] for k in KEYS[4:]]
+            free = [whole.strict.fault_free, whole.paper.fault_free, whole.step_s]
+            assert beside == pytest.approx(free, abs=1e-5)
 
 
 def test_between_two_looks_a_line_costs_nothing(tmp_path):

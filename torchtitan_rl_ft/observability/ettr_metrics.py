@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 from torchtitan_rl_ft.observability.live_ettr import LiveEttr
 
-KEYS = ("ettr/strict", "ettr/paper", "ettr/strict_window", "ettr/paper_window")
+KEYS = (
+    *("ettr/strict", "ettr/paper", "ettr/strict_window", "ettr/paper_window"),
+    *("ettr/strict_fault_free", "ettr/paper_fault_free", "ettr/undisturbed_step_s"),
+)
 
 
 class EttrMetrics:
@@ -25,8 +28,12 @@ class EttrMetrics:
         if now_s >= self._due_s:
             self._due_s = now_s + self._every_s
             self._live.look()
-        if not (samples := self._live.measured.samples):
+        measured = self._live.measured
+        if measured.ettr is None or not measured.samples:
             return dict.fromkeys(KEYS)
-        last = samples[-1]
-        values = (last.strict, last.paper, last.strict_window, last.paper_window)
-        return dict(zip(KEYS, (round(v, 6) for v in values), strict=True))
+        last, ettr = measured.samples[-1], measured.ettr
+        values = (
+            *(last.strict, last.paper, last.strict_window, last.paper_window),
+            *(ettr.strict.fault_free, ettr.paper.fault_free, ettr.step_s),
+        )
+        return {k: None if v is None else round(v, 6) for k, v in zip(KEYS, values, strict=True)}

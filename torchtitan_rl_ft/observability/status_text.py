@@ -86,6 +86,8 @@ def _ettr(measured: Measured) -> str:
             value = getattr(measured.samples[-1], f"{name}_window")
             window = f", of the last {measured.window_s:g} s {value:.3f}"
         parts.append(f"{name} {figure.ratio:.3f}{window}{free}")
+    if measured.ettr.step_s is not None:
+        parts.append(f"an undisturbed step {measured.ettr.step_s:.2f} s")
     return "; ".join(parts)
 
 
