@@ -145,6 +145,14 @@ def test_a_second_fault_before_the_first_is_over_is_a_record_of_its_own():
     assert first.until_s == second.began_s and second.total_s == 9.0
 
 
+def test_the_end_of_an_engine_whose_connection_broke_first_is_told():
+    log = job(engines=2)
+    log.engine("engine-0", "suspect", cause="Connection reset by peer")
+    log.emit("serving", Kind.EXIT, phase="fault", cause="Connection reset by peer",
+             subject="engine-0", signal=9)  # fmt: skip
+    assert only(log).cause == "Connection reset by peer; ended by SIGKILL"
+
+
 def test_a_spare_takes_the_place_of_a_lost_engine():
     log = job(engines=2)
     log.engine("engine-0", "suspect", cause="does not answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -196,6 +197,9 @@ class Outages:
         gone_s = event.mono_s if retired_s is None else min(retired_s, event.mono_s)
         outage = self._begin(name, cause, gone_s)
         self._noticed(outage, cause, gone_s)
+        ended_by = _signal_of(event) if outage.role == "engine" else ""
+        if ended_by not in outage.cause:  # a connection that broke was seen before
+            outage.cause = f"{outage.cause}; ended by {ended_by}"
         outage.retired_s = event.mono_s
         self._subject(name).retired_s = None
 
@@ -318,3 +322,12 @@ class Outages:
         works = event.kind is not Kind.PHASE or event.phase in ROLLOUT_WORKS
         if works and (new or subject.lifted_s is not None):
             self._done("rollout", event.mono_s)
+
+
+def _signal_of(event: Event) -> str:
+    """Name of the signal that an engine ended by before it was ended, or nothing."""
+    told = number(event, "signal")
+    try:
+        return "" if told is None else signal.Signals(int(told)).name
+    except ValueError:
+        return ""
