@@ -36,6 +36,9 @@ figures of one run.
 """
 
 MAX_FIGURES = 40
+ROUNDING = 1e-9
+"""What is nearer to 0 is 0."""
+
 NOT_FIGURES = ("aims", "trials", "cases", "tables", "machine")
 
 
@@ -90,9 +93,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _aim_rows(path: Path) -> list[tuple[str, ...]]:
     return [
-        (path.stem, name, number(a["value"]), number(a["aim"]), _verdict(a))
+        (path.stem, name, number(a["value"]), _wanted(a), _verdict(a))
         for name, a in _read(path).get("aims", {}).items()
     ]
+
+
+def _wanted(aim: dict[str, Any]) -> str:
+    """As the benchmark says it; else an Aim, which has one side: the one where it is met."""
+    if wanted := aim.get("wanted"):
+        return str(wanted)
+    value, goal = aim["value"], aim["aim"]
+    if "note" in aim or value == goal:
+        return number(goal)
+    return f"{'<=' if (value < goal) == aim['met'] else '>='} {number(goal)}"
 
 
 def _verdict(aim: dict[str, Any]) -> str:
@@ -147,7 +160,9 @@ def _cell(value: Any) -> str:
 
 
 def number(value: float) -> str:
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.4g}"
+    if float(value).is_integer() or abs(value) < ROUNDING:
+        return f"{round(value)}"
+    return f"{value:.4g}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -35,8 +35,12 @@ def print_targets(console: Console, targets: Sequence[Target]) -> None:
 TARGETS_HEAD = ("", "figure", "predicted", "one run", "target", "at a step of", "source")
 
 
+def wanted(t: Target) -> str:
+    return f"{'>= ' if t.at_least else ''}{t.target:.4g} ± {t.tolerance:g}"
+
+
 def target_cells(t: Target) -> tuple[str, ...]:
-    goal = f"{'>= ' if t.at_least else ''}{t.target:.4g} ± {t.tolerance:g}"
+    goal = wanted(t)
     step = "" if t.step_s is None else f"{t.step_s:g} s"
     digits = 2 if t.tolerance < 1 else 1
     spread = f"± {t.predicted.spread:.{digits}f}"
@@ -137,6 +141,7 @@ def to_json(
             t.name: {
                 "value": t.predicted.mean,
                 "aim": t.target,
+                "wanted": wanted(t),
                 "met": t.verdict is Verdict.MET,
                 "note": APART_NOTE if t.verdict is Verdict.APART else "",
             }

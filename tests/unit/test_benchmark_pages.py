@@ -17,6 +17,8 @@ def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
         "tables": [{"title": "Sweep", "head": ["faults", "points"], "rows": [["2 %", "a|b"]]}],
         "aims": {
             "ratio": {"value": 0.25, "aim": 0.2, "met": False},
+            "speed": {"value": 3.0, "aim": 2.0, "met": True},
+            "time": {"value": -1e-14, "aim": 0, "wanted": "0 ± 1", "met": True, "note": ""},
             "hours": {"value": 0.4, "aim": 1.5, "met": False, "note": "contradicts the ratio"},
         },
     }
@@ -25,7 +27,9 @@ def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
     (tmp_path / "soak.txt").write_text("22 faults\n" + json.dumps({"aims": {}}) + "\n")
     text = pages.page(tmp_path)
     for line in (
-        "| simulated | ratio | 0.25 | 0.2 | **missed** |",
+        "| simulated | ratio | 0.25 | <= 0.2 | **missed** |",
+        "| simulated | speed | 3 | >= 2 | met |",
+        "| simulated | time | 0 | 0 ± 1 | met |",
         "| simulated | hours | 0.4 | 1.5 | **missed**: contradicts the ratio |",
         "| seconds / spare | 1.5 (1..4, 3 times) |",
         "| 2 % | a\\|b |",
