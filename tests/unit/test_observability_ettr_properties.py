@@ -2,6 +2,9 @@
 
 import dataclasses
 import math
+import tempfile
+from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.run_events import Log
 from torchtitan_rl_ft.observability.ettr import measure, samples
 from torchtitan_rl_ft.observability.events import Event, Kind
+from torchtitan_rl_ft.observability.live_ettr import LiveEttr
 from torchtitan_rl_ft.observability.outage import PHASES
 from torchtitan_rl_ft.observability.outages import outages
 
@@ -17,14 +21,19 @@ pytestmark = pytest.mark.row("K1")
 
 SECONDS = st.floats(0.0, 20.0, allow_nan=False)
 CALM = st.tuples(st.just("step"), SECONDS, SECONDS)
-FAULTS = st.one_of(
+STAYS = st.one_of(
     st.tuples(st.just("kill_trainer"), st.integers(0, 1), SECONDS, SECONDS, SECONDS, st.booleans()),
     st.tuples(st.just("role"), st.sampled_from(["rollout", "serving", "lighthouse"]), SECONDS),
     st.tuples(st.just("engine"), st.integers(0, 1), SECONDS, SECONDS),
     st.tuples(st.just("stop"), st.sampled_from(["trainer-0", "engine-1", "rollout"]), SECONDS),
-    st.tuples(st.just("supersede"), st.integers(0, 3)),
     st.tuples(st.just("dropped"), SECONDS),
     st.tuples(st.just("refuse"), SECONDS),
+)
+"""What changes nothing of what was before it."""
+
+FAULTS = st.one_of(
+    STAYS,
+    st.tuples(st.just("supersede"), st.integers(0, 3)),
     st.tuples(st.just("life"), st.booleans(), SECONDS),
 )
 
@@ -161,6 +170,43 @@ def test_lines_that_come_in_any_order_break_nothing(deeds, random):
     hold(moved)
     hold(moved, whole_run=True)
     outages(moved)
+
+
+QUARTERS = st.integers(1, 80).map(lambda n: n / 4)
+STEPS = st.tuples(st.just("step"), QUARTERS, QUARTERS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.one_of(STEPS, STEPS, STEPS, STAYS), min_size=12, max_size=40),
+    st.integers(0, 999),
+    st.sampled_from([1.0, 20.0]),
+)
+def test_who_looks_on_comes_to_what_is_measured_at_the_end(deeds, seed, every_s):
+    """Reading pieces of lines, forgetting what is old."""
+    events, random = play(deeds, 1.0), Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        live = LiveEttr(path, window_s=50.0, every_s=every_s)
+        lines = b"".join(e.to_line() for e in events)
+        with open(path, "ab", buffering=0) as f:
+            while lines:
+                n = random.randint(1, 4000)
+                f.write(lines[:n])
+                lines = lines[n:]
+                live.measure()
+        found, wanted = live.measure_all().ettr, measure(events)
+    if wanted is None:
+        assert found is None
+        return
+    assert found.outages == wanted.outages and found.steps == wanted.steps
+    assert (found.wall_s, found.slot_s) == pytest.approx((wanted.wall_s, wanted.slot_s))
+    for one, other in ((found.strict, wanted.strict), (found.paper, wanted.paper)):
+        assert one.ratio == pytest.approx(other.ratio, abs=1e-6)
+        assert one.fault_free == pytest.approx(other.fault_free, abs=1e-5)
+        lost_s = [s for causes in one.lost_s.values() for s in causes.values()]
+        missing_s = (1.0 - one.ratio) * found.slot_s
+        assert math.fsum(lost_s) == pytest.approx(missing_s, rel=1e-6, abs=1e-6)
 
 
 @settings(max_examples=100, deadline=None)

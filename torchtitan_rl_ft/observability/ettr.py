@@ -166,7 +166,7 @@ class Accounts:
             return
         settled, until_s = self.settled(), ends_s[count - 1]
         self._past = self._past.with_more(settled, until_s, count)
-        self._disturbed_s = [t for t in self._disturbed_s if t > until_s]
+        self._disturbed_s = [t for t in self._disturbed_s if t >= until_s]
         self.slots.forget(until_s)
 
 
