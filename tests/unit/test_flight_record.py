@@ -80,3 +80,27 @@ def test_each_quorum_whose_collectives_fail_has_a_folder(tmp_path, monkeypatch):
             time.sleep(0.01)
     found = sorted(str(f.relative_to(folder)) for f in folder.glob("*/*"))
     assert found == [f"quorum_{q}/rank_{r}" for q in (3, 5) for r in (0, 1)]
+
+
+def test_the_others_record_of_a_quorum_is_looked_for_once(ranks, tmp_path, monkeypatch):
+    """On a full disk too: no line for each look."""
+    tried = []
+
+    def no_space(path, content):
+        tried.append(path)
+        raise OSError("no space left")
+
+    def after_the_other(quorum):
+        folder = tmp_path / "traces" / quorum
+        folder.mkdir(parents=True)
+        (folder / "rank_1").write_bytes(b"record")
+        end = time.monotonic() + 20
+        while folder / "rank_0" not in tried and time.monotonic() < end:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(module, "write_atomic", no_space)
+    with ranks[0].kept():
+        for quorum in ("quorum_3", "quorum_4"):
+            after_the_other(quorum)
+    mine = [path.parent.name for path in tried if tmp_path in path.parents]
+    assert mine == ["quorum_3", "quorum_4"]

@@ -119,10 +119,12 @@ class FlightRecord:
 
     def _watch(self) -> None:
         others = [r for r in self._ranks if r != self._rank]
+        done: set[Path] = set()  # each costs no look any more
         while others and not self._over.wait(LOOK_S):
-            for quorum in self._folder.glob("quorum_*"):
+            for quorum in set(self._folder.glob("quorum_*")) - done:
                 if any(self._is_new(self._path(quorum, r)) for r in others):
                     self.write(quorum)
+                    done.add(quorum)
 
     def _wait_for_peers(self) -> None:
         end_s = time.monotonic() + PEERS_TIMEOUT_S
