@@ -32,6 +32,7 @@ class JsonlTail:
         self._parse = parse
         self._path, self._may_begin_anew = path, may_begin_anew
         self._offset = path.stat().st_size if from_end and path.exists() else offset
+        self._file: tuple[int, int] | None = None
         self.unreadable = 0  # complete lines that were not JSON objects
 
     @property
@@ -45,15 +46,22 @@ class JsonlTail:
     def blocks(self) -> Iterator[list[dict[str, Any]]]:
         """As `read`, with no more than a block of the file in memory. Whoever stops between two of
         them goes on there the next time."""
-        if not self._path.exists():
+        try:
+            f = open(self._path, "rb")  # noqa: SIM115
+        except FileNotFoundError:
             return
-        with open(self._path, "rb") as f:
-            if self._may_begin_anew and os.fstat(f.fileno()).st_size < self._offset:
+        with f:
+            if self._may_begin_anew and self._is_another(os.fstat(f.fileno())):
                 self._offset = 0
             f.seek(self._offset)
-            for block in _whole_lines(f):
+            for block in whole_lines(f):
                 self._offset += len(block)
                 yield self._values(block)
+
+    def _is_another(self, found: os.stat_result) -> bool:
+        """Than the one that was read before: removed and written anew, or cut off."""
+        before, self._file = self._file, (found.st_dev, found.st_ino)
+        return found.st_size < self._offset or before not in (None, self._file)
 
     def _values(self, block: bytes) -> list[dict[str, Any]]:
         found = []
@@ -69,7 +77,7 @@ class JsonlTail:
         return found
 
 
-def _whole_lines(f: BinaryIO) -> Iterator[bytes]:
+def whole_lines(f: BinaryIO) -> Iterator[bytes]:
     """Blocks of complete lines up to the last one."""
     rest = b""
     while data := f.read(BLOCK_BYTES):

@@ -15,6 +15,7 @@ from torchtitan_rl_ft.observability.ettr import Accounts, Ettr, EttrSample
 from torchtitan_rl_ft.observability.event_order import InOrder
 from torchtitan_rl_ft.observability.events import Event, Kind, as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.life_offset import last_life_offset
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class LiveEttr:
         every_s: float,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tail = JsonlTail(events, may_begin_anew=True, parse=read_line)
+        self._path = events
+        self._tail: JsonlTail | None = None  # none before the first look
         self._window_s, self._every_s, self._clock_s = window_s, every_s, clock_s
         self._accounts = Accounts()
         self._start_s: float | None = None
@@ -74,6 +76,8 @@ class LiveEttr:
         began_s = self._clock_s()
         try:
             self.measured = self.measure()
+        except OSError as e:  # the next look may do better
+            logger.warning("ETTR was not measured: %s", e)
         except Exception as e:  # the supervisor's loop is next door
             logger.exception("ETTR is no longer measured")
             self.measured = Measured(problem=f"{type(e).__name__}: {e}")
@@ -106,6 +110,9 @@ class LiveEttr:
     def _new_events(self) -> Iterator[Event]:
         """In the order of the clock within a life. The last ones are kept back until the next time,
         unless nothing was appended since this one."""
+        if self._tail is None:
+            offset = last_life_offset(self._path)
+            self._tail = JsonlTail(self._path, may_begin_anew=True, offset=offset, parse=read_line)
         grown = False
         for lines in self._tail.blocks():
             grown = True
