@@ -71,7 +71,8 @@ def test_a_first_commit_is_one_that_its_group_reports_from_now_on(tmp_path):
     events = tmp_path / "events.jsonl"
 
     def report(name, mono_s, phase="report"):
-        line = {"kind": "phase", "phase": phase, "name": name, "mono_s": mono_s}
+        told = {"kind": "phase", "phase": phase, "name": name, "mono_s": mono_s}
+        line = told | {"wall_s": time.time(), "run": "r", "role": "trainer", "attempt": 1, "pid": 1}
         with open(events, "a") as f:
             f.write(json.dumps(line) + "\n")
 
@@ -117,6 +118,22 @@ def test_one_that_ends_as_it_is_promoted_is_no_group(tmp_path, monkeypatch):
     loop = asyncio.new_event_loop()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
+
+
+def test_a_standby_that_is_not_up_yet_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_RL_FT_TOKEN", "t")
+    events = EventList()
+
+    async def main():
+        standbys = Standbys(RunFolder(tmp_path), events)
+        assert await standbys.promote("trainer-1", "killed") is None and events.events == []
+        standbys.started("standby-0", 1, None)
+        assert await standbys.promote("trainer-1", "killed") is None
+
+    asyncio.run(main())
+    (told,) = events.events
+    assert told["kind"] == Kind.WARN
+    assert told["cause"] == "standby-0 not ready: trainer-1 is started anew"
 
 
 # With processes ---------------------------------------------------------------------------

@@ -125,6 +125,9 @@ class Standbys:
         noticed = time.monotonic()
         standby = choose(self._up.values(), self._ready)
         if standby is None:
+            if waiting := sorted(s.name for s in self._up.values() if not s.taken):
+                told = f"{', '.join(waiting)} not ready: {place} is started anew"
+                self._events.emit(Kind.WARN, cause=told, subject=place)
             return None
         standby.taken = True
         try:
