@@ -74,10 +74,11 @@ def test_a_file_that_was_written_anew_is_read_from_its_start(tmp_path: Path) -> 
 def test_events_that_cannot_be_read_for_a_moment_end_no_measurement(tmp_path: Path) -> None:
     run = ToldRun(RunFolder(tmp_path / "run-1"))
     run.write()
-    live = LiveEttr(run.folder.events, window_s=30.0, every_s=2.0, clock_s=lambda: next(clock_s))
-    clock_s = iter(range(0, 10**6, 1000))
+    now_s = [0.0]
+    live = LiveEttr(run.folder.events, window_s=30.0, every_s=2.0, clock_s=lambda: now_s[0])
 
     def look() -> None:
+        now_s[0] += 100.0
         live.look()
         assert live._thread is not None
         live._thread.join(30)

@@ -54,8 +54,8 @@ def test_a_step_that_was_not_committed_leaves_none_and_is_profiled_again(profile
 
 def test_a_trace_that_cannot_be_written_is_a_warning(profiles, tmp_path, events):
     (tmp_path / "profiles").write_text("in the way")
-    train(profiles, 2)
-    assert [e["kind"] for e in events.events] == [Kind.WARN]
+    train(profiles, 2, 3)
+    assert [(e["kind"], e["step"]) for e in events.events] == [(Kind.WARN, 2)]
 
 
 def test_ranges():

@@ -30,6 +30,7 @@ class EngineProfiles:
     def __init__(self, engines: Callable[[], Iterable[Engine]], events: EventSink) -> None:
         self._engines, self._events = engines, events
         self._asking = asyncio.Lock()
+        self._said: set[Path] = set()  # of which engines a warning has told
 
     async def start(self, folder: Path) -> list[int]:
         """Engines that are up and not profiled yet are from now on; their slots. May be asked
@@ -64,8 +65,10 @@ class EngineProfiles:
             async with engine.quiet:
                 await act(engine, place)
         except (EngineUnreachable, EngineRefused, OSError) as e:
-            cause = f"{engine.name} is not profiled, it serves on: {e}"
-            self._events.emit(Kind.WARN, cause=cause, subject=engine.name)
+            if place not in self._said:  # asked again at each step
+                self._said.add(place)
+                cause = f"{engine.name} is not profiled, it serves on: {e}"
+                self._events.emit(Kind.WARN, cause=cause, subject=engine.name)
             return False
         return True
 

@@ -35,6 +35,7 @@ class StepProfiles:
         """`folder`: RUN/profiles. `rank_name`: like trainer-1.0. `enter`: tells the phase."""
         self._folder, self._steps, self._rank_name = folder, steps, rank_name
         self._events, self._enter = events, enter
+        self._said = False
 
     def path(self, step: int) -> Path:
         return self._folder / f"step_{step}" / f"{self._rank_name}.json.gz"
@@ -54,7 +55,7 @@ class StepProfiles:
         self._write(profiler, step)
 
     def _write(self, profiler: profile, step: int) -> None:
-        """A trace that cannot be written is a warning."""
+        """Traces that cannot be written are one warning."""
         path = self.path(step)
         torn = path.with_name(f".{path.name}")  # of a kind that the profiler compresses
         try:
@@ -64,7 +65,10 @@ class StepProfiles:
         except (OSError, RuntimeError) as e:
             with contextlib.suppress(OSError):
                 torn.unlink(missing_ok=True)
-            cause = f"no profile of step {step}, the run goes on: {e}"
-            self._events.emit(Kind.WARN, cause=cause, step=step, subject=self._rank_name)
+            logger.warning("no profile of step %d: %s", step, e)
+            if not self._said:  # of a range of steps each would say the same
+                self._said = True
+                cause = f"no profile of step {step}, the run goes on: {e}"
+                self._events.emit(Kind.WARN, cause=cause, step=step, subject=self._rank_name)
             return
         logger.info("profile of step %d: %s", step, path)
