@@ -1,19 +1,23 @@
 """Progress and summary, from lines alone."""
 
+import dataclasses
 import io
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests.unit.run_events import Log
 from torchtitan_rl_ft.observability.console import (
     PHASE_REPEAT_S,
     PlainReporter,
     ProgressConsole,
     step_line,
 )
+from torchtitan_rl_ft.observability.ettr import measure
 from torchtitan_rl_ft.observability.events import Event, EventLog, Kind, read_events
 from torchtitan_rl_ft.observability.jsonl import JsonlTail, read_jsonl
 from torchtitan_rl_ft.observability.notices import notice
@@ -430,6 +434,29 @@ def test_summary_of_a_run_without_a_step():
     text = "\n".join(render(found, "/run"))
     assert "none: no step was committed" in text and "not evaluated" in text
     assert "transport" in text
+
+
+def test_a_summary_holds_no_event_of_a_prompt_group():
+    """Of a long run they are nearly all of the memory; ETTR is made of them all the same."""
+    log = Log(groups=2, engines=2)
+    log.start()
+    seen, alive = [], []
+
+    def read():
+        for event in log.events:
+            mine = dataclasses.replace(event)
+            if event.kind is Kind.ACCEPT:
+                seen.append(weakref.ref(mine))
+                alive.append(sum(one() is not None for one in seen))
+            yield mine
+
+    for _ in range(40):
+        log.rollout(2.0)
+        log.train(3.0)
+    found = summarise(read(), [], outcome="", total_steps=40, transport="")
+    assert found.ettr == measure(log.events) and found.ettr.strict.ratio > 0.3
+    assert len(alive) == 40 and max(alive) < 5
+    assert found.wall_s == log.events[-1].mono_s - log.events[0].mono_s
 
 
 def test_summary_of_a_run_that_publishes_nothing():

@@ -109,9 +109,9 @@ def test_live_ettr_is_that_of_the_others(folder: RunFolder) -> None:
 
 
 def test_summary_and_trace_are_those_of_the_others(folder: RunFolder, tmp_path: Path) -> None:
-    rows = read_metrics(folder.metrics)
+    rows = list(read_metrics(folder.metrics))
     found = summarise(
-        events_of(folder), rows, outcome="x", total_steps=STEPS, transport="disk", unread=14
+        events_of(folder), rows, outcome="x", total_steps=STEPS, transport="disk", unread=range(14)
     )
     assert found.steps == STEPS and "14 lines" in found.notes[0]
     assert render(found, "run-1")

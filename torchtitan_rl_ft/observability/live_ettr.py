@@ -6,17 +6,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_rl_ft.observability.ettr import Accounts, Ettr, EttrSample
-from torchtitan_rl_ft.observability.event_order import InOrder
-from torchtitan_rl_ft.observability.events import Event, Kind, as_event, read_line
+from torchtitan_rl_ft.observability.ettr import Ettr, EttrSample
+from torchtitan_rl_ft.observability.events import as_event, read_line
 from torchtitan_rl_ft.observability.jsonl import JsonlTail
+from torchtitan_rl_ft.observability.life_accounts import LifeAccounts
 from torchtitan_rl_ft.observability.life_offset import last_life_offset
-from torchtitan_rl_ft.observability.lives import BEGINNINGS
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +53,7 @@ class LiveEttr:
         self._path = events
         self._tail: JsonlTail | None = None  # none before the first look
         self._window_s, self._every_s, self._clock_s = window_s, every_s, clock_s
-        self._accounts = Accounts()
-        self._start_s: float | None = None
-        self._order = InOrder()
+        self._life = LifeAccounts(max(LEAST_KEPT_S, 2 * every_s), least_s=every_s)
         self._due_s = float("-inf")
         self._thread: threading.Thread | None = None
         self.measured = Measured()
@@ -90,26 +87,8 @@ class LiveEttr:
         return self.measure()
 
     def measure(self) -> Measured:
-        """Take in what was appended, and tell what it came to."""
-        for event in self._new_events():
-            if event.kind is Kind.RUN and event.phase in BEGINNINGS:
-                self._accounts, self._start_s = Accounts(), event.mono_s
-            if self._start_s is None:  # roles that were started by hand
-                self._start_s = event.mono_s
-            self._accounts.add(event)
-            if event.kind is Kind.COMMIT:
-                keep_s = max(LEAST_KEPT_S, 2 * self._every_s)
-                self._accounts.compact(keep_s, least_s=self._every_s)
-        if not self._accounts.slots.committed_s:
-            return Measured(start_s=self._start_s)
-        settled = self._accounts.settled()
-        every_s = max(self._every_s, (settled.end_s - settled.start_s) / MOST_SAMPLES)
-        samples = settled.samples(self._window_s, every_s)
-        return Measured(settled.ettr(), samples, self._start_s, self._window_s)
-
-    def _new_events(self) -> Iterator[Event]:
-        """In the order of the clock within a life. The last ones are kept back until the next time,
-        unless nothing was appended since this one."""
+        """Take in what was appended, and tell what it came to. The last events are kept back until
+        the next time, unless nothing was appended since this one."""
         if self._tail is None:
             offset = last_life_offset(self._path)
             self._tail = JsonlTail(self._path, may_begin_anew=True, offset=offset, parse=read_line)
@@ -117,9 +96,14 @@ class LiveEttr:
         for lines in self._tail.blocks():
             grown = True
             for event in filter(None, map(as_event, lines)):
-                yield from self._order.add(event)
+                self._life.add(event)
         if not grown:
-            yield from self._order.rest()
+            self._life.rest()
+        if (settled := self._life.settled()) is None:
+            return Measured(start_s=self._life.start_s)
+        every_s = max(self._every_s, (settled.end_s - settled.start_s) / MOST_SAMPLES)
+        samples = settled.samples(self._window_s, every_s)
+        return Measured(settled.ettr(), samples, self._life.start_s, self._window_s)
 
 
 def measured_json(found: Measured, most_outages: int = 100) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     return {k: v if _is_scalar(v) else None for k, v in row.items()}
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All of them; none when the file does not exist."""
-    return JsonlTail(path, parse=read_row).read()
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """One after the other; none when the file does not exist."""
+    return itertools.chain.from_iterable(JsonlTail(path, parse=read_row).blocks())
 
 
 def committed_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_rl_ft.observability.ettr import Ettr, measure
+from torchtitan_rl_ft.observability.ettr import Ettr
 from torchtitan_rl_ft.observability.ettr_text import ettr_rows
 from torchtitan_rl_ft.observability.event_data import number
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.fault_count import FaultCount
 from torchtitan_rl_ft.observability.healing import Recovery, recoveries
+from torchtitan_rl_ft.observability.life_accounts import LifeAccounts
 from torchtitan_rl_ft.observability.lives import last_life, log_notes
 from torchtitan_rl_ft.observability.metric_rows import committed_rows
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
@@ -66,22 +67,29 @@ class Summary:
         return sum(tail) / len(tail) if tail else None
 
 
+ETTR_KEEPS_S = 2 * 3600.0
+"""What is older is summed up while a run is read: it may have gone on for weeks."""
+
+
 def summarise(
-    events: Sequence[Event],
-    metrics: Sequence[Mapping[str, Any]],
+    events: Iterable[Event],
+    metrics: Iterable[Mapping[str, Any]],
     *,
     outcome: str,
     total_steps: int,
     transport: str,
-    unread: int = 0,
+    unread: Sized = (),
 ) -> Summary:
     """`transport` is the configured one, empty when nothing is published; what the publishing
-    role reported goes before. `unread`: lines that were no event."""
-    life = last_life(events)
-    rows = committed_rows(metrics)
+    role reported goes before. `unread`: the lines that were no event, once `events` is at its end.
+    """
+    kept, accounts = _taken(events)
+    life = last_life(kept)
+    rows = committed_rows(map(_needed, metrics))
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
     evals = [e for e in life if e.kind is Kind.EVAL and number(e, "reward") is not None]
-    ratio = measure(events)
+    settled = accounts.settled()
+    ratio = None if settled is None else settled.ettr()
     dumped = [e for e in life if e.kind is Kind.DUMP and {"path", "reward"} <= e.data.keys()]
     dumps = {e.step: e.data for e in dumped if e.step is not None}
     rewards = {int(r["step"]): float(r["reward/mean"]) for r in rewarded}
@@ -103,10 +111,33 @@ def summarise(
         faults=dict(_faults(life)),
         dropped=sum(e.kind is Kind.DROP for e in life),
         recoveries=recoveries(life),
-        saving=save_advice(events),
+        saving=save_advice(kept),
         dumps=[dumps[step]["path"] for step in sorted(dumps)],
-        notes=log_notes(events, unread),
+        notes=log_notes(kept, len(unread)),
     )
+
+
+def _taken(events: Iterable[Event]) -> tuple[list[Event], LifeAccounts]:
+    """Accounts of all events, and the events but those of each prompt group, which are nearly all
+    of the memory."""
+    accounts, kept, last = LifeAccounts(ETTR_KEEPS_S, ETTR_KEEPS_S), list[Event](), None
+    for event in events:
+        accounts.add(event)
+        last = event
+        if event.kind is not Kind.ACCEPT:
+            kept.append(event)
+    accounts.rest()
+    if last is not None and last.kind is Kind.ACCEPT:  # when the run was last heard of
+        kept.append(last)
+    return kept, accounts
+
+
+def _needed(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a summary has of a step."""
+    return {k: v for k, v in row.items() if k in _KEYS or k.startswith("time/")}
+
+
+_KEYS = frozenset({"step", "reward/mean"})
 
 
 def _phases(

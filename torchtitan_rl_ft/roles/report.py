@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from itertools import chain
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from torchtitan_rl_ft.host.unread_output import while_read
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
 from torchtitan_rl_ft.observability.json_text import text_of
-from torchtitan_rl_ft.observability.jsonl import JsonlTail
-from torchtitan_rl_ft.observability.metric_rows import read_metrics, read_row
+from torchtitan_rl_ft.observability.metric_rows import read_metrics
 from torchtitan_rl_ft.observability.summary import Summary, render, summarise
 from torchtitan_rl_ft.observability.trace import write_trace
 from torchtitan_rl_ft.run_folder import RunFolder
@@ -29,27 +28,36 @@ def summary_of(resolved: Resolved, outcome: str | None = None) -> Summary:
     """What the run came to so far. `outcome`: None takes it from the run's own events."""
     folder = resolved.run_folder
     mode = debug_mode(resolved.sections.rollout)
-    unread: list[bytes] = []
-    events = list(read_events(folder.events, unread.append)) if folder.events.exists() else []
+    unread: list[int] = []
+    lines = read_events(folder.events, lambda line: unread.append(len(line)))
+    runs: list[Event] = []
     # Metrics of an earlier job of the folder say nothing of a job that trains nobody.
     trained = mode is not DebugMode.ROLLOUT_ONLY
     published = mode is not DebugMode.TRAIN_ONLY
-    return summarise(
-        events,
+    found = summarise(
+        _noting(lines, runs) if folder.events.exists() else [],
         read_metrics(folder.metrics) if trained else [],
-        outcome=outcome if outcome is not None else outcome_of(folder, events),
+        outcome=outcome or "",
         total_steps=resolved.get("training.steps"),
         transport=resolved.sections.rollout.weight_transport if published else "",
-        unread=len(unread),
+        unread=unread,
     )
+    return found if outcome is not None else replace(found, outcome=outcome_of(folder, runs))
 
 
-def outcome_of(folder: RunFolder, events: list[Event]) -> str:
-    """How the run ended, as its last life says, or that it has not."""
+def _noting(events: Iterable[Event], runs: list[Event]) -> Iterator[Event]:
+    """The events, those of lives in `runs` too."""
+    for event in events:
+        if event.kind is Kind.RUN:
+            runs.append(event)
+        yield event
+
+
+def outcome_of(folder: RunFolder, ends: list[Event]) -> str:
+    """How the run ended, as the last of its RUN events says, or that it has not."""
     supervisor = folder.role(SUPERVISOR)
     if supervisor is not None and supervisor.alive():
         return "running"
-    ends = [e for e in events if e.kind is Kind.RUN]
     if ends and ends[-1].phase == "end":
         return f"{ends[-1].cause} (exit code {ends[-1].data.get('exit_code')})"
     return "ended without a word: its supervisor was killed" if ends else "never started"
@@ -88,7 +96,7 @@ def main_trace(folder: RunFolder, target: str, as_json: bool) -> int:
     unread: list[int] = []
     events = read_events(folder.events, lambda line: unread.append(len(line)))
     try:
-        rows = chain.from_iterable(JsonlTail(folder.metrics, parse=read_row).blocks())
+        rows = read_metrics(folder.metrics)
         found = write_trace(path, events, rows, {"run": folder.path.name})
     except OSError as e:
         raise ConfigError(f"the trace cannot be written to {path}: {e.strerror or e}") from e

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,8 +230,8 @@ def _roles(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _last_step(folder: RunFolder) -> int | None:
-    rows = read_metrics(folder.metrics)
-    return rows[-1]["step"] if rows else None
+    last = deque(read_metrics(folder.metrics), maxlen=1)
+    return last[0]["step"] if last else None
 
 
 def show(found: dict[str, Any], run: Run | None = None) -> list[str]:
