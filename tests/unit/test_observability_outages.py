@@ -284,6 +284,13 @@ def test_a_batch_that_is_trained_again_is_told_once(noticed_first):
     assert sum(o.samples_replayed for o in outages(log.events)) == 8
 
 
+def test_an_issue_of_more_groups_than_there_can_be_is_none():
+    log = job()
+    log.emit("rollout", Kind.ISSUE, groups=1, first=-(10**15), last=10**15)
+    exit_(log, "rollout")
+    assert only(log).samples_replayed == 0
+
+
 def test_a_group_that_is_lost_with_its_step_committed_costs_no_sample():
     log = job(groups=2)
     log.rollout(1.0)

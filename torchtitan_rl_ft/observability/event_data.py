@@ -34,10 +34,16 @@ def words(event: Event, key: str) -> list[str]:
     return [str(r[0]) for r in rows if isinstance(r, list) and r] if isinstance(rows, list) else []
 
 
+MOST_ISSUED = 1_000_000
+"""Prompt groups drawn at once: who tells of more tells of something else."""
+
+
 def issued(event: Event) -> range:
     """The prompt groups of an ISSUE."""
     first, last = whole(event, "first"), whole(event, "last")
-    return range(first, last + 1) if first is not None and last is not None else range(0)
+    if first is None or last is None or last - first >= MOST_ISSUED:
+        return range(0)
+    return range(first, last + 1)
 
 
 def dropped(event: Event) -> list[int]:

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_rl_ft.observability.event_data import issued
 from torchtitan_rl_ft.observability.events import Event, Kind
 
 MAX_OPEN = 8192
@@ -151,8 +152,8 @@ class SpanFold:
             self._step_began_s = event.wall_s
         elif event.kind is Kind.SUPERSEDE:
             self._step_began_s = event.wall_s
-        elif event.kind is Kind.ISSUE and isinstance(data.get("last"), int):
-            for group in range(data["first"], data["last"] + 1):
+        elif event.kind is Kind.ISSUE:
+            for group in issued(event):
                 self._groups[group] = event.wall_s
         elif event.kind in (Kind.ACCEPT, Kind.DROP) and "group" in data:
             group = data["group"]
