@@ -87,6 +87,17 @@ async def test_an_engine_that_refuses_serves_on(model: Path, tmp_path: Path) -> 
         assert pool.states() == ["serving"] and len(await pool.generate()) == 2
 
 
+async def test_traces_that_cannot_be_written_are_one_warning(model: Path, tmp_path: Path) -> None:
+    async with open_pool(tmp_path / "run", model, engines=1) as pool:
+        await pool.publish(1)
+        steps = Steps(pool, tmp_path / "profiles")
+        (tmp_path / "profiles").write_text("in the way")
+        await steps.look_at(3, 4)
+        assert steps.asked == [("start", []), ("start", [])]
+        assert len(pool.seen("warn", subject="engine-0")) == 1
+        assert pool.states() == ["serving"] and len(await pool.generate()) == 2
+
+
 async def test_a_serving_that_is_away_is_asked_again(model: Path, tmp_path: Path) -> None:
     async with open_pool(tmp_path / "run", model, engines=1) as pool:
         await pool.publish(1)

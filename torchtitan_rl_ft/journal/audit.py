@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sqlite3
 import urllib.parse
 from collections.abc import Callable, Generator
@@ -76,9 +77,8 @@ def snapshot(folder: Path) -> Generator[Rows]:
         raise JournalError(
             f"there is no journal in {folder}: no run with a journal has been started there"
         )
-    uri = f"file:{urllib.parse.quote(str(path.resolve()))}?mode=ro"
     try:
-        db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0)
+        db = sqlite3.connect(_uri(path), uri=True, isolation_level=None, timeout=5.0)
         try:
             db.execute("BEGIN")
             check_format(db, str(path))
@@ -88,6 +88,15 @@ def snapshot(folder: Path) -> Generator[Rows]:
             db.close()
     except sqlite3.Error as e:
         raise sqlite_error(e, "read", str(path)) from e
+
+
+def _uri(path: Path) -> str:
+    """SQLite needs a file of its own beside the journal, unless nobody can write there."""
+    wal = path.with_name(f"{path.name}-wal")
+    fixed = os.statvfs(path).f_flag & os.ST_RDONLY and not (wal.exists() and wal.stat().st_size)
+    return f"file:{urllib.parse.quote(str(path.resolve()))}?" + (
+        "immutable=1" if fixed else "mode=ro"
+    )
 
 
 def audit_rows(rows: Rows) -> Audit:

@@ -53,7 +53,8 @@ class TraceFile:
         where: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk has not taken yet
+                self._file.close()
             self._temp.unlink(missing_ok=True)
 
     def add(self, line: str) -> None:
