@@ -80,6 +80,19 @@ def test_a_group_that_healed_without_a_restart_and_one_that_has_not_committed_ye
     assert second.total_s == pytest.approx(0.3)
 
 
+def test_an_end_that_nobody_told_is_not_that_of_an_earlier_process():
+    told = [
+        exit_of(1.0),
+        event(5.0, Kind.PHASE, phase="quorum", step=1),
+        heal(5.5),
+        event(6.0, Kind.PHASE, phase="report", step=13),
+        event(900.0, Kind.PHASE, pid=8, phase="quorum", step=1),
+        heal(900.5, pid=8),
+        event(901.0, Kind.PHASE, pid=8, phase="report", step=14),
+    ]
+    assert [r.total_s for r in recoveries(told)] == pytest.approx([5.0, 1.0])
+
+
 def test_the_summary_shows_the_last_ones():
     events = [event(0.0, Kind.RUN, "supervisor", 1, phase="start")]
     for i in range(5):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtitan_rl_ft.observability.event_data import number
+from torchtitan_rl_ft.observability.event_data import number, subject
 from torchtitan_rl_ft.observability.events import Event, Kind
 
 PHASES = ("detection", "start", "quorum", "transfer", "load", "first_step")
@@ -35,30 +34,47 @@ class Recovery:
 
 def recoveries(events: Sequence[Event]) -> list[Recovery]:
     """Of events in the order of the clock: each heal whose group has committed since."""
-    heals = [i for i, event in enumerate(events) if event.kind is Kind.HEAL]
-    return [found for i in heals if (found := _recovery(events, i)) is not None]
+    done_s = _first_reports(events)
+    asked_s: dict[int, float] = {}  # by process, when it last asked for a quorum
+    ended_s: dict[str, float] = {}  # by group, when its process ended that has not healed since
+    found = []
+    for i, event in enumerate(events):
+        if event.kind is Kind.EXIT:
+            ended_s[subject(event)] = event.mono_s
+        elif event.phase == "quorum":
+            asked_s[event.pid] = event.mono_s
+        elif event.kind is Kind.HEAL:
+            gone_s = ended_s.pop(event.name, None)
+            if i in done_s:
+                since_s = asked_s.get(event.pid, event.mono_s)
+                fault_s = since_s if gone_s is None else _fault(events, i, gone_s)
+                found.append(_recovery(event, fault_s, gone_s, since_s, done_s[i]))
+    return [recovery for recovery in found if recovery is not None]
 
 
-def _recovery(events: Sequence[Event], i: int) -> Recovery | None:
-    heal = events[i]
-    done_s = None
-    for event in itertools.islice(events, i, None):
-        if event.pid == heal.pid and event.phase == "report":
-            done_s = event.mono_s
-            break
-    if done_s is None:
-        return None
-    asked_s = _asked(events, i)
-    ended_s = _end_of_former_life(events, i)
-    if ended_s is None:
-        ended_s = fault_s = asked_s
-    else:
-        fault_s = _fault(events, i, ended_s)
+def _first_reports(events: Sequence[Event]) -> dict[int, float]:
+    """Of each heal, by its place, when its process first reported a commit after it."""
+    next_s: dict[int, float] = {}  # by process
+    found = {}
+    for i in range(len(events) - 1, -1, -1):
+        event = events[i]
+        if event.phase == "report":
+            next_s[event.pid] = event.mono_s
+        elif event.kind is Kind.HEAL and event.pid in next_s:
+            found[i] = next_s[event.pid]
+    return found
+
+
+def _recovery(
+    heal: Event, fault_s: float, ended_s: float | None, asked_s: float, done_s: float
+) -> Recovery | None:
+    """`ended_s`: None for a group that was healed without a restart."""
     told = [number(heal, key) for key in ("quorum_s", "transfer_s", "load_s", "bytes")]
     told_s = [value for value in told if value is not None]
     if len(told_s) < len(told):  # another version wrote it
         return None
-    seconds = (ended_s - fault_s, asked_s - ended_s, *told_s[:3], done_s - heal.mono_s)
+    gone_s = asked_s if ended_s is None else ended_s
+    seconds = (gone_s - fault_s, asked_s - gone_s, *told_s[:3], done_s - heal.mono_s)
     phase_s = dict(zip(PHASES, seconds, strict=True))
     return Recovery(heal.name, heal.step or 0, int(told_s[3]), phase_s, done_s - fault_s)
 
@@ -66,25 +82,6 @@ def _recovery(events: Sequence[Event], i: int) -> Recovery | None:
 def _back(events: Sequence[Event], i: int) -> Iterator[Event]:
     """The events before the i-th, the newest first."""
     return (events[j] for j in range(i - 1, -1, -1))
-
-
-def _asked(events: Sequence[Event], i: int) -> float:
-    """When the i-th event's process had asked for the quorum in which it healed."""
-    for event in _back(events, i):
-        if event.pid == events[i].pid and event.phase == "quorum":
-            return event.mono_s
-    return events[i].mono_s
-
-
-def _end_of_former_life(events: Sequence[Event], i: int) -> float | None:
-    """When the group's process before this one ended; None when this one has healed before."""
-    heal = events[i]
-    for event in _back(events, i):
-        if event.kind is Kind.HEAL and event.pid == heal.pid:
-            return None
-        if event.kind is Kind.EXIT and event.data.get("subject") == heal.name:
-            return event.mono_s
-    return None
 
 
 def _fault(events: Sequence[Event], i: int, ended_s: float) -> float:
