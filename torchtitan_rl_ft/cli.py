@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser(
         "report",
-        help="tell what a run came to, or prove its accounts",
+        help="tell what a run came to, prove its accounts, make a trace of it",
         description="Tell what the run in RUN came to so far: running, ended or crashed. With "
         "--ledger, prove from its journal that each sample was trained exactly once in the history "
         "that leads to the current parameters; the exit code is 1 when it was not.",
