@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 
+import aiohttp
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from config_jobs import GOOD, job
@@ -16,6 +18,7 @@ from torchtitan_rl_ft.observability.run_follower import RunFollower
 from torchtitan_rl_ft.roles import status_page
 from torchtitan_rl_ft.roles.following import follower_of
 from torchtitan_rl_ft.roles.status_page import is_loopback, page, page_of, served
+from torchtitan_rl_ft.rpc import limited_runner
 
 ROUTES = ("/", "/api/status", "/api/events", "/metrics", "/health")
 NASTY = "<img src=x onerror=\"document.title='owned'\"></script><b>&amp;"
@@ -212,6 +215,32 @@ async def test_a_port_in_use_is_one_warning_and_another_one(tmp_path, told):
     (event,) = told.events
     assert event["kind"] == Kind.WARN
     assert f"port {port} of loopback" in event["cause"] and url in event["cause"]
+
+
+async def test_those_who_leave_connections_open_take_a_bounded_number(resolved, told, monkeypatch):
+    """Each is a file of the supervisor, which has processes to start."""
+    monkeypatch.setattr(limited_runner, "MOST_CONNECTIONS", 8)
+    monkeypatch.setattr(limited_runner, "KEEPALIVE_S", 0.3)
+    async with served(resolved, follower_of(resolved), told) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        idle = [await asyncio.open_connection(*address) for _ in range(40)]
+        closed = [asyncio.ensure_future(reader.read()) for reader, _ in idle]
+        async with asyncio.timeout(30):
+            while sum(c.done() for c in closed) < 32:
+                await asyncio.sleep(0.01)
+        kept = [w for c, (_, w) in zip(closed, idle, strict=True) if not c.done()]
+        assert len(kept) == 8
+        for writer in kept:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        async with asyncio.timeout(30):  # answered, and closed once nothing more is asked
+            answers = await asyncio.gather(*closed, return_exceptions=True)
+        told_so = [a for a in answers if isinstance(a, bytes) and a]
+        assert len(told_so) == 8 and all(b"200 OK" in answer for answer in told_so)
+        for _, writer in idle:
+            writer.close()
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as answer:
+            assert answer.status == 200
+    assert told.events == []
 
 
 async def test_a_page_that_cannot_be_served_ends_nothing(resolved, told, monkeypatch):

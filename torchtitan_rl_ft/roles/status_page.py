@@ -244,11 +244,11 @@ def page_of(resolved: Resolved, follower: RunFollower, events: EventSink) -> Sta
 async def _start(made: StatusPage, port: int, stack: contextlib.AsyncExitStack) -> str:
     """Raises OSError."""
     try:
-        url, runner = await server.start(made.app(), port=port, grace_s=GRACE_S)
+        url, runner = await server.start(made.app(), port=port, grace_s=GRACE_S, limited=True)
     except OSError as e:
         if port == 0:
             raise
-        url, runner = await server.start(made.app(), grace_s=GRACE_S)
+        url, runner = await server.start(made.app(), grace_s=GRACE_S, limited=True)
         made.warn(f"the status page: port {port} of loopback: {e.strerror or e}: it is at {url}/")
     stack.push_async_callback(runner.cleanup)
     return url

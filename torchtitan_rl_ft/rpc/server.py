@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from torchtitan_rl_ft.rpc.limited_runner import LimitedRunner
+
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -68,14 +70,20 @@ def make_app(token: str, routes: list[web.RouteDef]) -> web.Application:
 
 
 async def start(
-    app: web.Application, host: str = "127.0.0.1", port: int = 0, *, grace_s: float = 2.0
+    app: web.Application,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    grace_s: float = 2.0,
+    limited: bool = False,
 ) -> tuple[str, web.AppRunner]:
     """Bind and serve; returns (url, runner). `port=0` takes a free one. The runner's clean-up waits
-    `grace_s` for answers that are under way.
+    `grace_s` for answers that are under way. `limited`: as limited_runner.py says.
 
     Raises OSError when the port is in use.
     """
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=grace_s)
+    make = LimitedRunner if limited else web.AppRunner
+    runner = make(app, access_log=None, shutdown_timeout=grace_s)
     await runner.setup()
     site = web.TCPSite(runner, host, port)
     await site.start()
