@@ -436,6 +436,27 @@ def test_summary_of_a_run_without_a_step():
     assert "transport" in text
 
 
+def test_a_summary_tells_what_earlier_lives_were_ended_by():
+    log = Log(groups=1, engines=1)
+    log.start()
+    log.rollout(2.0)
+    log.train(3.0)
+    log.emit("supervisor", Kind.EXIT, phase="fault", cause="exit code 1", subject="lighthouse")
+    log.now_s += 1.0
+    log.emit("lighthouse", Kind.READY, url="http://x")
+    log.now_s += 5.0
+    log.start(startup_s=1.0, phase="reattach")
+    log.rollout(2.0)
+    log.kill_trainer(0, after_s=1.0, restart_s=4.0, reconnect_s=2.0)
+    log.train(3.0)
+    found = summarise(log.events, [], outcome="", total_steps=2, transport="")
+    assert [o.role for o in found.outages] == ["lighthouse", "supervisor", "trainer"]
+    assert [o.role for o in found.ettr.outages] == ["trainer"]
+    text = "\n".join(render(found, "/run"))
+    assert "earlier    lighthouse: exit code 1: 1.00 s" in text
+    assert "           supervisor: its supervisor was killed: 18.00 s" in text
+
+
 def test_a_summary_holds_no_event_of_a_prompt_group():
     """Of a long run they are nearly all of the memory; ETTR is made of them all the same."""
     log = Log(groups=2, engines=2)

@@ -6,14 +6,16 @@ from torchtitan_rl_ft.observability.ettr import Accounts, Settled
 from torchtitan_rl_ft.observability.event_order import InOrder
 from torchtitan_rl_ft.observability.events import Event, Kind
 from torchtitan_rl_ft.observability.lives import BEGINNINGS
+from torchtitan_rl_ft.observability.outages import Outages
 
 
 class LifeAccounts:
     """Fed event by event; `rest` when no more can come."""
 
-    def __init__(self, keep_s: float, least_s: float) -> None:
+    def __init__(self, keep_s: float, least_s: float, outages: Outages | None = None) -> None:
         """What is older than `keep_s` is summed up, at least `least_s` of it at once: a rewind
-        beyond it changes it no more."""
+        beyond it changes it no more. `outages`: fed as well, with all lives."""
+        self._outages = outages
         self._keep_s, self._least_s = keep_s, least_s
         self._order, self._accounts = InOrder(), Accounts()
         self.start_s: float | None = None  # of the life, on the monotonic clock
@@ -32,6 +34,8 @@ class LifeAccounts:
         return self._accounts.settled() if self._accounts.slots.committed_s else None
 
     def _take(self, event: Event) -> None:
+        if self._outages is not None:
+            self._outages.add(event)
         if event.kind is Kind.RUN and event.phase in BEGINNINGS:
             self._accounts, self.start_s = Accounts(), event.mono_s
         if self.start_s is None:  # roles that were started by hand

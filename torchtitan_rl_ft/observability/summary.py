@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_rl_ft.observability.ettr import Ettr
-from torchtitan_rl_ft.observability.ettr_text import ettr_rows
+from torchtitan_rl_ft.observability.ettr_text import ettr_rows, outage_lines
 from torchtitan_rl_ft.observability.event_data import number
 from torchtitan_rl_ft.observability.events import Event, Kind, first_line
 from torchtitan_rl_ft.observability.fault_count import FaultCount
@@ -16,6 +16,8 @@ from torchtitan_rl_ft.observability.healing import Recovery, recoveries
 from torchtitan_rl_ft.observability.life_accounts import LifeAccounts
 from torchtitan_rl_ft.observability.lives import last_life, log_notes
 from torchtitan_rl_ft.observability.metric_rows import committed_rows
+from torchtitan_rl_ft.observability.outage import Outage
+from torchtitan_rl_ft.observability.outages import Outages
 from torchtitan_rl_ft.observability.reward_curve import terminal_curve
 from torchtitan_rl_ft.observability.save_interval import SaveAdvice, advice_lines, save_advice
 
@@ -48,6 +50,9 @@ class Summary:
     dropped: int = 0
     recoveries: list[Recovery] = field(default_factory=list)
     saving: SaveAdvice | None = None
+    """Of all lives of the run."""
+
+    outages: list[Outage] = field(default_factory=list)
     """Of all lives of the run."""
 
     dumps: list[str] = field(default_factory=list)
@@ -83,7 +88,8 @@ def summarise(
     """`transport` is the configured one, empty when nothing is published; what the publishing
     role reported goes before. `unread`: the lines that were no event, once `events` is at its end.
     """
-    kept, accounts = _taken(events)
+    outages = Outages()
+    kept, accounts = _taken(events, outages)
     life = last_life(kept)
     rows = committed_rows(map(_needed, metrics))
     rewarded = [r for r in rows if isinstance(r.get("reward/mean"), int | float)]
@@ -112,15 +118,17 @@ def summarise(
         dropped=sum(e.kind is Kind.DROP for e in life),
         recoveries=recoveries(life),
         saving=save_advice(kept),
+        outages=outages.all(),
         dumps=[dumps[step]["path"] for step in sorted(dumps)],
         notes=log_notes(kept, len(unread)),
     )
 
 
-def _taken(events: Iterable[Event]) -> tuple[list[Event], LifeAccounts]:
+def _taken(events: Iterable[Event], outages: Outages) -> tuple[list[Event], LifeAccounts]:
     """Accounts of all events, and the events but those of each prompt group, which are nearly all
     of the memory."""
-    accounts, kept, last = LifeAccounts(ETTR_KEEPS_S, ETTR_KEEPS_S), list[Event](), None
+    accounts = LifeAccounts(ETTR_KEEPS_S, ETTR_KEEPS_S, outages)
+    kept, last = list[Event](), None
     for event in events:
         accounts.add(event)
         last = event
@@ -187,6 +195,7 @@ def render(summary: Summary, run_folder: str) -> list[str]:
     trained: list[tuple[str, str]] = [
         ("time", _time_text(summary.phase_s)),
         *ettr_rows(summary.ettr),
+        *_rows("earlier", outage_lines(_earlier(summary))),
     ]
     if summary.dumps and not summary.steps:
         unit, done, trained = "rollouts", len(summary.dumps), []
@@ -206,6 +215,13 @@ def render(summary: Summary, run_folder: str) -> list[str]:
         *_rows("note", summary.notes),
     ]
     return lines + [f"{name:<11}{text}" for name, text in rows]
+
+
+def _earlier(summary: Summary) -> list[Outage]:
+    """Outages of the lives before the last one, and what ended these."""
+    told = summary.ettr.outages if summary.ettr is not None else []
+    of_life = {(o.name, o.began_s) for o in told}
+    return [o for o in summary.outages if (o.name, o.began_s) not in of_life]
 
 
 def _reward_text(summary: Summary) -> str:

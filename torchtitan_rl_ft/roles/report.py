@@ -113,7 +113,8 @@ def _to_json(summary: Summary) -> dict[str, Any]:
     if (saving := summary.saving) is not None:
         means |= {"mtbf_s": saving.mtbf_s, "save_interval_s": saving.interval_s}
     ettr = None if summary.ettr is None else summary.ettr.to_json()
-    return asdict(summary) | means | {"ettr": ettr}
+    outages = [o.to_json() for o in summary.outages]
+    return asdict(summary) | means | {"ettr": ettr, "outages": outages}
 
 
 def _tell(as_json: bool, found: dict[str, Any], lines: list[str]) -> None:
