@@ -107,6 +107,20 @@ def test_a_superseded_step_counts_in_neither():
     assert lost(found.paper)["trainer"]["redo"] == pytest.approx(3.0)
 
 
+def test_rollout_of_a_superseded_step_counts_again_when_that_is_trained_again():
+    log = job()
+    calm(log, 4)
+    counted = measure(log.events).strict.ratio
+    log.supersede(to_step=2)
+    both = measure(log.events)
+    assert both.strict.ratio == pytest.approx(counted / 2)  # trainer and engine lose two steps each
+    log.emit("rollout", Kind.DROP, cause="not finite", step=4, batch=4, groups=[4])
+    assert lost(measure(log.events).strict)["engine"]["redo"] == pytest.approx(2.0)
+    log.train(3.0)
+    engine = lost(measure(log.events).strict)["engine"]
+    assert engine["redo"] == pytest.approx(2.0) and engine["wait"] == pytest.approx(10.0 + 12 + 3)
+
+
 def test_rollout_that_was_thrown_away_counts_by_the_paper_alone():
     log = job()
     calm(log, 2)

@@ -27,6 +27,7 @@ STAYS = st.one_of(
     st.tuples(st.just("engine"), st.integers(0, 1), SECONDS, SECONDS),
     st.tuples(st.just("stop"), st.sampled_from(["trainer-0", "engine-1", "rollout"]), SECONDS),
     st.tuples(st.just("dropped"), SECONDS),
+    st.tuples(st.just("given_up"), SECONDS, st.booleans()),
     st.tuples(st.just("refuse"), SECONDS),
 )
 """What changes nothing of what was before it."""
@@ -92,6 +93,19 @@ def refuse(log, after_s):
         log.phase(name, "waiting_for_batch")
 
 
+def given_up(log, rollout_s, sealed):
+    groups = log.issue()
+    log.now_s += rollout_s
+    log.accept(groups)
+    if not sealed:
+        log.emit("rollout", Kind.DROP, cause="too old", group=groups[0])
+        log._batch.clear()
+        return
+    log.seal()
+    log.emit("rollout", Kind.DROP, cause="not finite", step=log._sealed, batch=1, groups=groups)
+    log._sealed -= 1
+
+
 def life(log, ended, pause_s):
     if ended:
         log.emit("supervisor", Kind.RUN, phase="end", cause="stopped")
@@ -108,6 +122,7 @@ DEEDS = {
     "supersede": lambda log, back: log.supersede(max(0, log.step - back)),
     "dropped": lambda log, s: log.rollout(s, dropped=True),
     "refuse": refuse,
+    "given_up": given_up,
     "life": life,
 }
 

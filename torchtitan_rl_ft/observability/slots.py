@@ -125,7 +125,8 @@ class Slots:
         self._ranks: dict[str, float] = {}
         self._accepted: dict[int, list[Rollout]] = {}  # in no batch yet
         self._pending: dict[int, float] = {}  # issued, not accepted
-        self._batches: dict[int, list[Rollout]] = {}  # sealed, by step
+        self._batches: dict[int, list[Rollout]] = {}  # sealed, to be trained, by step
+        self._trained: dict[int, list[Rollout]] = {}  # committed, by step
         self._moved: dict[int, list[tuple[str, float, int]]] = defaultdict(list)
         self._shares: dict[int, set[str]] = {}  # by step, who trained it
 
@@ -297,13 +298,19 @@ class Slots:
         self.commits.append((event.mono_s, event.step))
         self.committed_s.append(event.mono_s)
         self._shares[event.step] = set(words(event, "shares"))
-        for rollout in self._batches.pop(event.step, []):
+        rollouts = self._batches.pop(event.step, [])
+        for rollout in rollouts:
             rollout.kept = True
+        self._trained.setdefault(event.step, []).extend(rollouts)
 
     def _supersede(self, event: Event) -> None:
         if (to_step := whole(event, "to_step")) is None:
             return
         self.commits = [c for c in self.commits if c[1] <= to_step]
+        for step in [s for s in self._trained if s > to_step]:  # to be trained again
+            self._batches[step] = self._trained.pop(step)
+            for rollout in self._batches[step]:
+                rollout.kept = False
         for slot in self.slots.values():
             for attempt in slot.attempts:
                 if attempt.step > to_step:
@@ -313,6 +320,11 @@ class Slots:
         """What was over by then; the commits stay."""
         self.rollouts = [r for r in self.rollouts if r.end_s > until_s]
         self.lost = [r for r in self.lost if r.end_s > until_s]
+        self._trained = {
+            step: [r for r in rollouts if r.end_s > until_s]
+            for step, rollouts in self._trained.items()
+            if any(r.end_s > until_s for r in rollouts)
+        }
         attempted = {a.step for s in self.slots.values() for a in s.attempts if a.end_s > until_s}
         self._shares = {k: names for k, names in self._shares.items() if k in attempted}
         for slot in self.slots.values():
