@@ -1,5 +1,6 @@
 """Progress and summary, from lines alone."""
 
+import asyncio
 import dataclasses
 import io
 import json
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.run_events import Log
+from torchtitan_rl_ft.observability import jsonl
 from torchtitan_rl_ft.observability.console import (
     PHASE_REPEAT_S,
     PlainReporter,
@@ -264,6 +266,31 @@ def test_console_shows_what_the_files_say(tmp_path, terminal, capsys):
     assert "step 2/8" in shown and "reward 0.500" in shown
     assert "fault: supervisor: too hot" in shown
     assert "earlier life" not in shown and "step 1/8" not in shown
+
+
+async def test_a_long_history_holds_nobody_up(tmp_path, capsys, monkeypatch):
+    """It is taken in between other work, and what comes meanwhile is shown."""
+    monkeypatch.setattr(jsonl, "BLOCK_BYTES", 1000)
+    folder = RunFolder(tmp_path)
+    log = EventLog(folder.events, run="r", role="supervisor", name="supervisor")
+    log.emit(Kind.RUN, phase="start")
+    for step in range(100):
+        log.emit(Kind.COMMIT, step=step, cause="of an earlier life")
+    log.emit(Kind.RUN, phase="resume")
+    follower = RunFollower(folder, RunState(200, 1, 1))
+    catching_up = asyncio.ensure_future(follower.catch_up())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not catching_up.done() and 0 < follower.state.totals[Kind.COMMIT] < 50
+    log.emit(Kind.FAULT, cause="too hot")
+    log.emit(Kind.RUN, phase="end", cause="x" * 3000)
+    async with asyncio.timeout(30):
+        await catching_up
+    console = ProgressConsole(follower, Console(file=io.StringIO()))
+    console.poll()
+    assert follower.state.totals[Kind.COMMIT] == 100 and follower.state.outcome is not None
+    shown = capsys.readouterr().out
+    assert "fault: supervisor: too hot" in shown and "earlier" not in shown
 
 
 def test_step_line_leaves_out_what_is_not_known():

@@ -136,7 +136,8 @@ class ProgressConsole:
             self._reporter = LiveReporter(console, clock)
         else:
             self._reporter = PlainReporter(lambda text: print(text, flush=True), clock)
-        follower.poll()  # what earlier lives of the run have left is known, not shown
+        if not follower.caught_up:
+            follower.poll()  # what earlier lives of the run have left is known, not shown
         self._dumped = len(self._view.dumped)
         follower.listen(self._on_event, self._on_metrics)
 

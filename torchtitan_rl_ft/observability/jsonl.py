@@ -40,12 +40,19 @@ class JsonlTail:
         """Bytes that were read."""
         return self._offset
 
+    def size(self) -> int:
+        """Bytes of the file now; 0 when there is none."""
+        try:
+            return self._path.stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def read(self) -> list[dict[str, Any]]:
         return list(itertools.chain.from_iterable(self.blocks()))
 
-    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+    def blocks(self, until: int | None = None) -> Iterator[list[dict[str, Any]]]:
         """As `read`, with no more than a block of the file in memory. Whoever stops between two of
-        them goes on there the next time."""
+        them goes on there the next time. `until`: no line that reaches beyond so many bytes."""
         try:
             f = open(self._path, "rb")  # noqa: SIM115
         except FileNotFoundError:
@@ -54,7 +61,7 @@ class JsonlTail:
             if self._may_begin_anew and self._is_another(os.fstat(f.fileno())):
                 self._offset = 0
             f.seek(self._offset)
-            for block in whole_lines(f):
+            for block in whole_lines(f, until):
                 self._offset += len(block)
                 yield self._values(block)
 
@@ -77,10 +84,11 @@ class JsonlTail:
         return found
 
 
-def whole_lines(f: BinaryIO) -> Iterator[bytes]:
+def whole_lines(f: BinaryIO, until: int | None = None) -> Iterator[bytes]:
     """Blocks of complete lines up to the last one."""
-    rest = b""
-    while data := f.read(BLOCK_BYTES):
+    rest, left = b"", None if until is None else max(0, until - f.tell())
+    while data := f.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
+        left = None if left is None else left - len(data)
         end = data.rfind(b"\n") + 1
         if end:
             yield rest + data[:end]

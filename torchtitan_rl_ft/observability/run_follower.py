@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -21,6 +22,7 @@ class RunFollower:
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
         self.folder, self.state = folder, state
+        self.caught_up = False
         self._foreign = 0  # events whose data is of another version
         self._events = JsonlTail(folder.events, may_begin_anew=True, parse=read_event)
         self._metrics = JsonlTail(folder.metrics, may_begin_anew=True, parse=read_row)
@@ -37,16 +39,33 @@ class RunFollower:
         self._on_event.append(on_event)
         self._on_metrics.append(on_metrics)
 
+    async def catch_up(self) -> None:
+        """Take in what is in the files by now, with room for others between two megabytes. Nobody
+        polls meanwhile. Raises OSError."""
+        for tail, take in ((self._events, self._event), (self._metrics, self._row)):
+            for block in tail.blocks(until=tail.size()):
+                for line in block:
+                    take(line)
+                await asyncio.sleep(0)
+        self.caught_up = True
+
     def poll(self) -> None:
+        """Raises OSError."""
         for line in chain.from_iterable(self._events.blocks()):
-            try:
-                self.state.add_event(line)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                self._foreign += 1
-                continue
-            for told in self._on_event:
-                told(line)
+            self._event(line)
         for row in chain.from_iterable(self._metrics.blocks()):
-            self.state.add_metrics(row)
-            for told in self._on_metrics:
-                told(row)
+            self._row(row)
+
+    def _event(self, line: dict[str, Any]) -> None:
+        try:
+            self.state.add_event(line)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            self._foreign += 1
+            return
+        for told in self._on_event:
+            told(line)
+
+    def _row(self, row: dict[str, Any]) -> None:
+        self.state.add_metrics(row)
+        for told in self._on_metrics:
+            told(row)

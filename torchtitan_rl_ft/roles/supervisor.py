@@ -14,21 +14,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from torchtitan_rl_ft.config import start_state
 from torchtitan_rl_ft.config.placement import slot_ranks
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.unread_output import while_read
-from torchtitan_rl_ft.observability.console import ProgressConsole
 from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.summary import Summary, render
-from torchtitan_rl_ft.roles import exits, job, status_page, watcher
-from torchtitan_rl_ft.roles.following import follower_of
+from torchtitan_rl_ft.roles import exits, job, watcher
 from torchtitan_rl_ft.roles.keeper import RoleKeeper
 from torchtitan_rl_ft.roles.lifecycle import RestartLimits
 from torchtitan_rl_ft.roles.loans import BorrowedPlaces
@@ -37,6 +33,7 @@ from torchtitan_rl_ft.roles.report import SUPERVISOR as NAME
 from torchtitan_rl_ft.roles.report import summary_of
 from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.roles.showing import show
 from torchtitan_rl_ft.roles.standby import Places, Standbys
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
@@ -113,23 +110,18 @@ async def _supervise(
         graceful=exits.graceful_exit(resolved, env[TOKEN_ENV]),
         standbys=Standbys(folder, events, _places(resolved, session, events)),
     )
-    follower = follower_of(resolved)
     lessons = watcher.Lessons.of(resolved) if recovery.calc_ft_timeouts else None
     watch = watcher.Watcher(folder, events, watcher.job_limits(resolved), lessons=lessons)
-    shown = ProgressConsole(follower, Console())
-    console = asyncio.create_task(_show(shown, events))
+    shown = asyncio.create_task(show(resolved, events))
     watching = asyncio.create_task(watch.run())
     try:
-        async with status_page.served(resolved, follower, events) as url:
-            if url is not None:
-                shown.say(f"status page: {url}/")
-            outcome = await keeper.run()
+        outcome = await keeper.run()
         if outcome.exit_code == ExitCode.REQUEUE:
             reason = exits.reason_of(folder, session.owner)
             outcome = replace(outcome, cause=reason or outcome.cause)
         return outcome
     finally:
-        for task in (console, watching):
+        for task in (shown, watching):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -148,15 +140,6 @@ def _places(resolved: Resolved, session: Session, events: EventLog) -> Places | 
 def _url(folder: RunFolder, role: str) -> str | None:
     address = folder.role(role)
     return address.url if address is not None else None
-
-
-async def _show(console: ProgressConsole, events: EventLog) -> None:
-    """Progress is for people: when it cannot be shown (a closed pipe), the run goes on."""
-    try:
-        await console.follow()
-    except Exception as e:
-        logger.exception("the console has stopped")
-        events.emit(Kind.WARN, cause=f"progress is no longer shown: {type(e).__name__}: {e}")
 
 
 def _report(resolved: Resolved, outcome: Outcome) -> None:
