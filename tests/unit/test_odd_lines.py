@@ -16,7 +16,7 @@ from torchtitan_rl_ft.chaos.plan import parse
 from torchtitan_rl_ft.chaos.schedule import Schedule, keyed
 from torchtitan_rl_ft.observability import prometheus
 from torchtitan_rl_ft.observability.ettr import measure
-from torchtitan_rl_ft.observability.events import Kind, read_event, read_events
+from torchtitan_rl_ft.observability.events import Kind, first_line, read_event, read_events
 from torchtitan_rl_ft.observability.health import HealthLimits, health
 from torchtitan_rl_ft.observability.json_text import parse as parse_json
 from torchtitan_rl_ft.observability.json_text import text_of
@@ -157,6 +157,12 @@ def test_metrics_that_were_removed_are_followed_anew(tmp_path: Path) -> None:
     follower.poll()
     assert follower.state.metrics["step"] == STEPS + 1
     assert follower.state.curves["reward"].values[-1] == 0.25
+
+
+def test_a_cause_steers_no_terminal() -> None:
+    cause = "  bad\x1b]0;owned\x07 \t reward\x9b2J \x00\nand more"
+    assert first_line(cause) == "bad?]0;owned? reward?2J ?"
+    assert first_line("grün ✓ 数") == "grün ✓ 数" and first_line(None) == ""
 
 
 def test_text_has_no_number_without_end() -> None:

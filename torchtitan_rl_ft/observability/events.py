@@ -205,9 +205,11 @@ class EventList:
 
 
 def first_line(cause: Any) -> str:
-    """A cause for one line of text: its first line, blanks run together."""
+    """A cause for one line of text: its first line, blanks run together. What would steer a
+    terminal (it may come from a user's code) is a question mark."""
     lines = str(cause or "").strip().splitlines()
-    return " ".join(lines[0].split()) if lines else ""
+    text = " ".join(lines[0].split()) if lines else ""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def read_events(
