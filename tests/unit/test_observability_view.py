@@ -4,7 +4,10 @@ import asyncio
 import dataclasses
 import io
 import json
+import os
 import shutil
+import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.run_events import Log
+from torchtitan_rl_ft.host.writable import writable
 from torchtitan_rl_ft.observability import jsonl
 from torchtitan_rl_ft.observability.console import (
     PHASE_REPEAT_S,
@@ -291,6 +295,42 @@ async def test_a_long_history_holds_nobody_up(tmp_path, capsys, monkeypatch):
     assert follower.state.totals[Kind.COMMIT] == 100 and follower.state.outcome is not None
     shown = capsys.readouterr().out
     assert "fault: supervisor: too hot" in shown and "earlier" not in shown
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_reader_that_has_stopped_holds_nobody_up(tmp_path, monkeypatch, terminal):
+    """A paused pager, a terminal held with Ctrl-S: the supervisor has roles to look after."""
+    folder = RunFolder(tmp_path)
+    log = EventLog(folder.events, run="r", role="supervisor", name="supervisor")
+    log.emit(Kind.RUN, phase="start")
+    read, write = os.pipe()
+    with open(read, "rb") as reader, open(write, "w") as stalled:
+        rich_console = Console(file=stalled, force_terminal=terminal, width=100)
+        monkeypatch.setattr("sys.stdout", stalled)
+        console = ProgressConsole(RunFollower(folder, RunState(8, 1, 1)), rich_console)
+        for n in range(600):  # more than a pipe takes
+            log.emit(Kind.STOP, step=n, cause="x" * 150)
+            if n % 100 == 0:
+                console.poll()
+        console.poll()
+        assert not writable(stalled)
+        console._reporter.close()
+        shown = []
+        reading = threading.Thread(target=lambda: shown.append(reader.read()))
+        reading.start()
+        log.emit(Kind.WARN, cause="the last word")
+        end = time.monotonic() + 30
+        while not writable(stalled):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        for _ in range(1000):
+            console.poll()
+            if not console._reporter._waiting:
+                break
+            time.sleep(0.001)
+        stalled.close()
+        reading.join(30)
+    assert b"the job stops after step 0" in shown[0] and b"the last word" in shown[0]
 
 
 def test_step_line_leaves_out_what_is_not_known():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from torchtitan_rl_ft.host.writable import MOST_CHARS, writable
 from torchtitan_rl_ft.observability.notices import Notices
 from torchtitan_rl_ft.observability.reward_curve import sparkline
 from torchtitan_rl_ft.observability.run_follower import RunFollower
@@ -60,15 +62,31 @@ def dump_line(line: Mapping[str, Any], total: int) -> str:
 
 
 class PlainReporter:
-    """A line per committed step, per phase and per notice, for logs and pipes."""
+    """A line per committed step, per phase and per notice, for logs and pipes. What nobody reads
+    waits, and the oldest of it goes."""
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float]) -> None:
-        self._write, self._clock = write, clock
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        clock: Callable[[], float],
+        may_write: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._print, self._clock, self._may_write = write, clock, may_write
+        self._waiting: deque[str] = deque(maxlen=MOST_LINES)
         self._phase, self._phase_since_s, self._said_s = "", 0.0, 0.0
 
     def update(self, view: RunState, notices: list[str], steps: list[str]) -> None:
         for text in [*notices, *steps]:
             self._write(text)
+        self._tell_phase(view)
+        while self._waiting and self._may_write():
+            self._print(self._waiting.popleft())
+
+    def _write(self, text: str) -> None:
+        pieces = range(0, max(1, len(text)), MOST_CHARS)
+        self._waiting.extend(text[i : i + MOST_CHARS] for i in pieces)
+
+    def _tell_phase(self, view: RunState) -> None:
         if view.under_way:
             return
         now_s, phase = self._clock(), view.phase()
@@ -90,14 +108,17 @@ class LiveReporter:
         self._console, self._clock = console, clock
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
+        self._waiting: deque[str] = deque(maxlen=MOST_LINES)
         self._phase, self._phase_since_s = "", clock()
 
     def update(self, view: RunState, notices: list[str], steps: list[str]) -> None:
-        for text in notices:
-            self._console.print(Text(text, style="yellow"))
+        self._waiting.extend(notices)
         if (phase := view.phase()) != self._phase:
             self._phase, self._phase_since_s = phase, self._clock()
-        self._live.update(self._panel(view), refresh=True)
+        while self._waiting and writable(self._console.file):
+            self._console.print(Text(self._waiting.popleft()[:MOST_CHARS], style="yellow"))
+        if writable(self._console.file):
+            self._live.update(self._panel(view), refresh=True)
 
     def _panel(self, view: RunState) -> Group:
         now_s = self._clock()
@@ -115,7 +136,8 @@ class LiveReporter:
         return Group(head, Text(state), Text(sparkline(view.rewards, width), style="cyan"))
 
     def close(self) -> None:
-        self._live.stop()
+        if writable(self._console.file):
+            self._live.stop()
 
 
 class ProgressConsole:
@@ -135,7 +157,9 @@ class ProgressConsole:
         if console.is_terminal:
             self._reporter = LiveReporter(console, clock)
         else:
-            self._reporter = PlainReporter(lambda text: print(text, flush=True), clock)
+            self._reporter = PlainReporter(
+                lambda text: print(text, flush=True), clock, lambda: writable(sys.stdout)
+            )
         if not follower.caught_up:
             follower.poll()  # what earlier lives of the run have left is known, not shown
         self._dumped = len(self._view.dumped)
