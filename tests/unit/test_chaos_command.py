@@ -97,6 +97,8 @@ def test_ctrl_c_lifts_what_is_held(run: RunningJob) -> None:
 
 def test_what_a_killed_command_held_is_lifted_by_the_next(run: RunningJob) -> None:
     rollout, trainer = run.victims["rollout"], run.victims["trainer-1"]
+    strange = run.folder.path / "chaos-command-notes.json"
+    strange.write_text("of a person")
     killed = run.command("stop rollout")
     until(lambda: stopped(rollout))
     killed.kill()
@@ -105,7 +107,7 @@ def test_what_a_killed_command_held_is_lifted_by_the_next(run: RunningJob) -> No
     out, _ = command.communicate(timeout=50)
     assert command.returncode == ExitCode.DONE
     assert not stopped(rollout) and not trainer.alive()
-    assert list(run.folder.path.glob("chaos*")) == []
+    assert list(run.folder.path.glob("chaos*")) == [strange]
 
 
 def test_the_jobs_own_injector_is_left_alone(run: RunningJob) -> None:

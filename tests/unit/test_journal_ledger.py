@@ -150,8 +150,9 @@ def test_a_lost_reports_line_waits_for_another_group(run: Run) -> None:
     assert len(run.lines()) == 4
 
 
-def test_a_metrics_file_of_garbage_is_named(run: Run) -> None:
-    (run.folder / "metrics.jsonl").write_text("no json\n")
+@pytest.mark.parametrize("line", ["no json", "[1, 2]", "[" * 100_000, "null"])
+def test_a_metrics_file_of_garbage_is_named(run: Run, line: str) -> None:
+    (run.folder / "metrics.jsonl").write_text(f"{line}\n")
     with pytest.raises(JournalWriteError, match=r"metrics\.jsonl has a line that is not JSON"):
         run.reopen()
     (run.folder / "metrics.jsonl").unlink()

@@ -4,6 +4,7 @@ those that a run has had."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -31,6 +32,8 @@ from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 
 FILES = "chaos-command-*.json"
 """What each command that is at work holds."""
+
+_OWNER = re.compile(r"chaos-command-(\d+)-(\d+\.\d+)")
 
 
 class Told:
@@ -167,8 +170,8 @@ def _held_by_dead(folder: RunFolder) -> list[tuple[str, dict[str, Any]]]:
     """What commands that were killed have left held; their files are removed."""
     found = []
     for file in folder.path.glob(FILES):
-        pid, start_time = file.stem.split("-")[2:]
-        if ProcessId(int(pid), float(start_time)).alive():
+        owner = _OWNER.fullmatch(file.stem)
+        if owner is None or ProcessId(int(owner[1]), float(owner[2])).alive():
             continue
         memory = Memory(folder, file.name)
         found += list(memory.held.items())

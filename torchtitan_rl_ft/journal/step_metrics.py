@@ -13,6 +13,7 @@ from torchtitan_rl_ft.journal.drop_kinds import KINDS, PREFIX
 from torchtitan_rl_ft.journal.errors import JournalWriteError
 from torchtitan_rl_ft.journal.history import Commit
 from torchtitan_rl_ft.journal.store import Journal
+from torchtitan_rl_ft.observability import json_text
 
 # Keys that each line has; null where neither the report nor the batch told a value.
 REQUIRED = (
@@ -69,7 +70,7 @@ class StepMetrics:
                     if not line.endswith(b"\n"):
                         break
                     end += len(line)
-                    told = json.loads(line).get("commit", told)
+                    told = _commit_of(line) or told
                 f.truncate(end)
         except OSError as e:
             raise JournalWriteError(f"cannot open {self._path}: {e.strerror}") from e
@@ -116,6 +117,15 @@ class StepMetrics:
                 raise JournalWriteError(f"cannot append to {self._path}: {e.strerror}") from e
         finally:
             os.close(fd)
+
+
+def _commit_of(line: bytes) -> int | None:
+    """Raises ValueError when the line is no object of JSON."""
+    row = json_text.parse(line)
+    if not isinstance(row, dict):
+        raise ValueError("no object")
+    commit = row.get("commit")
+    return commit if isinstance(commit, int) else None
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
