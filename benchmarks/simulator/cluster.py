@@ -16,11 +16,15 @@ ENDLESS_STEPS = 10**9
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal roles: as many machines train as roll out, an engine is one machine."""
+    """Equal roles: as many machines train as roll out, an engine is one machine.
+
+    `one_host`: all slots share cores that are always busy; those that are left get what the lost
+    ones used, and a step is as much work as before."""
 
     trainer_machines: int
     engines: int
     trainer_groups: int = 1
+    one_host: bool = False
 
     @property
     def trainer_share(self) -> float:

@@ -104,7 +104,7 @@ class Pipeline:
             return 0.0
         if self.produced >= self.bound() - EPSILON:
             return 0.0
-        share = self.engines_up / self.cluster.engines
+        share = 1.0 if self.cluster.one_host else self.engines_up / self.cluster.engines
         return share * self.work.prompts_per_step / self.work.rollout_s
 
     def bound(self) -> float:
@@ -177,7 +177,9 @@ class Pipeline:
 
     def _slowdown(self) -> float:
         groups, machines = self.cluster.trainer_groups, self.cluster.trainer_machines
-        return slowdown(groups, self.groups_lost, machines) if self.groups_lost else 1.0
+        if not self.groups_lost or self.cluster.one_host:
+            return 1.0
+        return slowdown(groups, self.groups_lost, machines)
 
     # What faults and recoveries do ---------------------------------------------------------
 

@@ -60,6 +60,8 @@ class Arm:
     told: str = ""
     """As the live benchmark calls it."""
 
+    one_host: bool = False
+
     @property
     def name(self) -> str:
         of_load = f"{self.load}/" if self.load else ""
@@ -71,7 +73,7 @@ class Arm:
         return f"{of_load}{self.strategy}{struck}{saved}"
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str) -> Arm:
+    def from_json(cls, data: Mapping[str, Any], where: str, *, one_host: bool = False) -> Arm:
         """Raises LiveResultsInvalid."""
         try:
             recovery_s = {
@@ -96,6 +98,7 @@ class Arm:
                 _mode(str(data.get("mode", "sync"))),
                 str(data.get("load", "")),
                 str(data.get("name", "")),
+                one_host,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise LiveResultsInvalid(f"{where}: {type(e).__name__}: {e}") from e
@@ -143,10 +146,13 @@ def load_arms(file: Path) -> list[Arm]:
     """Raises LiveResultsInvalid; FileNotFoundError before a live run was saved."""
     text = file.read_text()
     try:
-        arms = json.loads(text)["arms"]
-    except (ValueError, KeyError, TypeError) as e:
+        data = json.loads(text)
+        arms, cpus = data["arms"], int(data.get("machine", {}).get("cpus") or GROUPS + ENGINES)
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise LiveResultsInvalid(f"{file}: no JSON with arms: {e}") from e
-    return [Arm.from_json(arm, f"{file}, arm {i}") for i, arm in enumerate(arms)]
+    # With a core for each slot a lost one's is left idle.
+    one_host = cpus < GROUPS + ENGINES
+    return [Arm.from_json(a, f"{file}, arm {i}", one_host=one_host) for i, a in enumerate(arms)]
 
 
 def compare(arms: Sequence[Arm]) -> list[Comparison]:
@@ -190,7 +196,8 @@ def predict(arm: Arm) -> Result:
         save_async_s=0.0,
         startup_s=arm.startup_s,
     )
-    return simulate(work, Cluster(GROUPS, ENGINES, GROUPS), _strategy(arm), arm.trace)
+    cluster = Cluster(GROUPS, ENGINES, GROUPS, one_host=arm.one_host)
+    return simulate(work, cluster, _strategy(arm), arm.trace)
 
 
 LIVE_LIMITS = RestartLimits(max_restarts=1_000, window_s=600.0, backoff_s=0.0)

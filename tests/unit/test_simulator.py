@@ -373,6 +373,10 @@ def test_live_results_are_compared_under_their_own_trace(tmp_path: Path) -> None
     file.write_text(json.dumps({"arms": arms}))
     same = validation.compare(validation.load_arms(file))
     assert len(same) == 6 and all(abs(c.points) < 0.1 for c in same)
+    shared = {"arms": arms, "machine": {"cpus": 2}}  # less than one for each slot
+    file.write_text(json.dumps(shared))
+    faster = [validation.predict(a).wall_s for a in validation.load_arms(file)]
+    assert faster[1] < results[1].wall_s and faster[2] == pytest.approx(results[2].wall_s)
     arms[2]["ettr"]["strict"] -= 0.06
     file.write_text(json.dumps({"arms": arms}))
     assert [c.met for c in command.validate(Console(quiet=True), file)].count(False) == 1
