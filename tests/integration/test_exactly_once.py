@@ -183,12 +183,18 @@ def test_each_refused_step_is_told_with_the_group_that_failed(struck):
     events = list(read_events(run.run.events))
     refused = [e for e in events if e.kind is Kind.REFUSE]
     assert refused and all(e.cause for e in refused)
-    told = Notices()
-    for step in {e.step for e in refused}:
+    told, steps = Notices(), {e.step for e in refused}
+    groups = {"trainer-0", "trainer-1", "trainer-2"}
+    nameless = set()
+    for step in steps:
         # The ledger may not know yet that a process is dead; the next quorum does.
         of_step = [e.data for e in events if e.step == step]
         named = [n for data in of_step for n in (*data.get("failing", ()), *data.get("left", ()))]
-        assert set(named) & {"trainer-0", "trainer-1", "trainer-2"}, of_step
+        if not set(named) & groups:
+            nameless.add(step)
+    # Only of a quorum with a dead process whose successor is up by the time the others give up.
+    reached = {e.step for e in refused if "timed out" in e.cause and "to connect" in e.cause}
+    assert nameless <= reached and nameless < steps
     lines = Counter(
         e.step
         for e in events
