@@ -1,10 +1,10 @@
 """Faults of a trainer rank that only code inside it can make: wrong numbers, a flipped bit.
 
-RUN/faults.json, looked at in every step, is a list of
-{"kind": "scale" | "flip", "replica": g, "rank": r, "step": s, "factor": f, "times": n}, of rank r
-or, without it, of every rank:
-scale: gradients and loss times `factor`, from step `s` on, in `times` computations (0: in all that
-follow); flip: one bit of a parameter, once, before step `s` or a later one.
+RUN/faults.json, looked at in every step, is a list of {"kind": "scale" | "flip", "replica": g,
+"rank": r, "step": s, "factor": f, "plus": a, "times": n}, of rank r or, without it, of every rank:
+scale: gradients and loss times `factor`, the loss plus `plus` (0: a loss near 0 stays there), from
+step `s` on, in `times` computations (0: in all that follow); flip: one bit of a parameter, once,
+before step `s` or a later one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def install() -> None:
                 p.grad.mul_(fault["factor"])
                 if old is not None:
                     p.grad.add_(old * (1 - fault["factor"]))
-            loss = loss * fault["factor"]
+            loss = loss * fault["factor"] + fault.get("plus", 0.0)
         return loss
 
     def seeding(self, *inner_step):

@@ -36,7 +36,7 @@ def test_a_spike_is_told_with_its_rank_and_a_flipped_bit_is_found_and_healed(tmp
     with TrainerRun(tmp_path / "run", steps=90, groups=2, **keys) as run:
         run.start_all(host_args=("--slow-s", "0.15"))
         flip = {"kind": "flip", "replica": 1, "after": 12}
-        spike = {"kind": "scale", "replica": 1, "after": 22, "factor": 1000.0, "times": 1}
+        spike = {"kind": "scale", "replica": 1, "after": 22, "factor": 1e3, "plus": 1e3, "times": 1}
         now = arm(run, 2, flip, spike)
         assert now < 60, "all groups were there in time"
         assert run.wait_exit("trainer-0") + run.wait_exit("trainer-1") == [0, 0], run.logs()
