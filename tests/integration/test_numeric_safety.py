@@ -41,7 +41,9 @@ def test_a_spike_is_told_with_its_rank_and_a_flipped_bit_is_found_and_healed(tmp
         assert now < 60, "all groups were there in time"
         assert run.wait_exit("trainer-0") + run.wait_exit("trainer-1") == [0, 0], run.logs()
         anomalies = run.events("anomaly")
-        assert {e["step"] for e in anomalies} == {now + 22}
+        # The first step from then on in which group 1 took part; it may have been late for one.
+        taken = (m["step"] for m in run.metrics() if m["participants"] == 2)
+        assert {e["step"] for e in anomalies} == {next(s for s in taken if s >= now + 22)}
         assert {e["data"]["what"] for e in anomalies} == {"loss", "gradient norm"}
         assert {e["data"]["place"] for e in anomalies} == {"group 1, rank 0"}
         assert all(e["data"]["parameter"] for e in anomalies)
