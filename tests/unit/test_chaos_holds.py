@@ -44,10 +44,7 @@ FAILED = "AllReduceFailed the all-reduce has failed (injected)"
 def run(tmp_path: Path) -> Iterator[Run]:
     found = Run(tmp_path / "run")
     yield found
-    for started in found.started:
-        started.kill()
-        started.wait()
-    found.log.close()
+    found.end()
 
 
 # Sums -------------------------------------------------------------------------------------------
@@ -201,10 +198,7 @@ def test_a_full_disk_has_room_again_after_its_time(small_disk: Path) -> None:
         assert filled.mono_s + 1 <= lifted.mono_s <= stopped.mono_s
         assert [p.name for p in small_disk.iterdir()] == ["run"]
     finally:
-        for started in run.started:
-            started.kill()
-            started.wait()
-        run.log.close()
+        run.end()
 
 
 def test_a_fault_of_the_same_look_waits_for_a_full_disk(small_disk: Path) -> None:
@@ -221,10 +215,7 @@ def test_a_fault_of_the_same_look_waits_for_a_full_disk(small_disk: Path) -> Non
         assert filled.data["fault"] == "fill"
         assert lifted.mono_s <= killed.mono_s
     finally:
-        for started in run.started:
-            started.kill()
-            started.wait()
-        run.log.close()
+        run.end()
 
 
 def test_what_a_killed_injector_filled_is_removed(small_disk: Path) -> None:

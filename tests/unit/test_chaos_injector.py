@@ -74,6 +74,15 @@ class Run:
             {"slot": slot, "state": "serving", "pid": process.pid, "start_time": process.start_time}
         )
 
+    def end(self) -> None:
+        """End what was started, with its children."""
+        for started in self.started:
+            for child in children(started.pid):
+                child.kill()
+            started.kill()
+            started.wait()
+        self.log.close()
+
     def seen(self, kind: Kind = Kind.CHAOS, phase: str | None = "inject") -> list[Event]:
         return [e for e in read_events(self.folder.events) if (e.kind, e.phase) == (kind, phase)]
 
@@ -82,12 +91,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     found = Run(tmp_path / "run")
     yield found
-    for started in found.started:
-        for child in children(started.pid):
-            child.kill()
-        started.kill()
-        started.wait()
-    found.log.close()
+    found.end()
 
 
 def children(pid: int) -> list[psutil.Process]:
