@@ -193,24 +193,26 @@ def restarts_alone_fit(least: float, saves_each: Sequence[float]) -> bool:
 STRESS = "RobustRL, 8B-Math at 10 %"
 
 
+def _saved_each_step(step_s: float, seeds: Sequence[int]) -> list[Pair]:
+    """The 10 % stress against a baseline that saves every step."""
+    return stressed(
+        gpus=p.STRESS_GPUS,
+        steps=p.STRESS_STEPS,
+        faults=p.STRESS_FAULTS,
+        step_s=step_s,
+        seeds=seeds,
+        base=lambda: FullRestart(save_every=1),
+    )
+
+
 def stress(seeds: Sequence[int]) -> list[Target]:
     """80 against 60 %: the step time at which the baseline has 60 %; ours there is the test."""
-
-    def pairs(step_s: float) -> list[Pair]:
-        return stressed(
-            gpus=p.STRESS_GPUS,
-            steps=p.STRESS_STEPS,
-            faults=p.STRESS_FAULTS,
-            step_s=step_s,
-            seeds=seeds,
-            base=lambda: FullRestart(save_every=1),
-        )
 
     def both(of: list[Pair]) -> tuple[Estimate, Estimate]:
         base = Estimate.of([100 * pair.base.credit for pair in of])
         return base, Estimate.of([100 * pair.ours.credit for pair in of])
 
-    found = {s: both(pairs(s)) for s in STEPS_S if s <= 100}
+    found = {s: both(_saved_each_step(s, seeds)) for s in STEPS_S if s <= 100}
     step_s = best_step_s({s: abs(base.mean - 60) for s, (base, _) in found.items()})
     base, ours = found[step_s]
     return [
@@ -243,21 +245,11 @@ def restart_ratios(seeds: Sequence[int]) -> list[Target]:
 def hours(seeds: Sequence[int], stress_step_s: float) -> list[Target]:
     """0.8 to 2.1 h saved in 100 steps, at the step time of 80 against 60 % and at its own."""
 
-    def pairs(step_s: float) -> list[Pair]:
-        return stressed(
-            gpus=p.STRESS_GPUS,
-            steps=p.STRESS_STEPS,
-            faults=p.STRESS_FAULTS,
-            step_s=step_s,
-            seeds=seeds,
-            base=lambda: FullRestart(save_every=1),
-        )
-
     def saved_h(of: list[Pair]) -> Estimate:
         return Estimate.of([(x.base.wall_s - x.ours.wall_s) / 3600 for x in of])
 
-    long_pairs = pairs(p.HOURS_STEP_S)
-    at_60, long = saved_h(pairs(stress_step_s)), saved_h(long_pairs)
+    long_pairs = _saved_each_step(p.HOURS_STEP_S, seeds)
+    at_60, long = saved_h(_saved_each_step(stress_step_s, seeds)), saved_h(long_pairs)
     base = 100 * float(np.mean([x.base.credit for x in long_pairs]))
     middle, half = (0.8 + 2.1) / 2, (2.1 - 0.8) / 2
     reason = ""
@@ -294,7 +286,7 @@ def hundred_thousand(seeds: Sequence[int]) -> list[Target]:
         cluster, days = Cluster.of_gpus(100_000), 3.0
         ratios = []
         for seed in seeds[:8]:
-            trace = _machines_fail(cluster, rate, days, seed)
+            trace = machines_fail(cluster, rate, days, seed)
             strategy = FullRestart(stall_s, save_every=1, detection_s=0.0)
             work = Workload.of_step(MODE, 42.0)
             result = simulate(work, cluster, lambda s=strategy: s, trace, days * p.DAY_S)
@@ -321,7 +313,7 @@ def hundred_thousand(seeds: Sequence[int]) -> list[Target]:
     ]
 
 
-def _machines_fail(
+def machines_fail(
     cluster: Cluster, rate_per_day: float, days: float, seed: int
 ) -> tuple[Fault, ...]:
     return failures.poisson(
@@ -343,7 +335,7 @@ def closed_form(seeds: Sequence[int]) -> Target:
     work = Workload.of_step("sync", step_s)
     ratios = []
     for seed in seeds[:8]:
-        trace = _machines_fail(cluster, p.RATE_LLAMA, days, seed)
+        trace = machines_fail(cluster, p.RATE_LLAMA, days, seed)
         strategy = FullRestart(save_every=every, detection_s=0.0)
         result = simulate(work, cluster, lambda s=strategy: s, trace, days * p.DAY_S)
         ratios.append(100 * result.steps * step_s / result.wall_s)

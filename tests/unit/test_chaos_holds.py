@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from config_jobs import GOOD, job
+from small_disks import mounted
 from test_chaos_injector import Run, running, until
 
 from torchtitan_rl_ft.chaos import disk, failing_reduce
@@ -155,13 +156,8 @@ def test_an_order_of_a_killed_injector_is_withdrawn(run: Run, tmp_path: Path) ->
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(tmp_path / "small", "8m") as folder:
+        yield folder
 
 
 def full(folder: Path) -> bool:

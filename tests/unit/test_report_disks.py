@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.told_run import ToldRun
 from journal_cases import record, seal
+from small_disks import mounted
 
 from torchtitan_rl_ft import cli
 from torchtitan_rl_ft.exit_codes import ExitCode
@@ -21,13 +22,8 @@ from torchtitan_rl_ft.run_folder import RunFolder
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted(tmp_path / "disk", "1m") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

@@ -35,7 +35,7 @@ from benchmarks.simulator.strategies.full_restart import FullRestart
 from benchmarks.simulator.strategies.laminar_like import LaminarLike
 from benchmarks.simulator.strategies.role_isolated import RoleIsolated
 from benchmarks.simulator.strategies.slime_like import SlimeLike
-from benchmarks.simulator.targets import Target, Verdict
+from benchmarks.simulator.targets import Target, Verdict, machines_fail
 from torchtitan_rl_ft.host import phase_limits
 from torchtitan_rl_ft.journal import protocol, views
 from torchtitan_rl_ft.serving import verdict
@@ -57,18 +57,6 @@ def plain(mode: Any = "sync", steps: int = 20, **times: float) -> Workload:
 
 def run(work: Workload, strategy: Strategy, *faults: Fault, cluster: Cluster = SMALL) -> Result:
     return Job(work, cluster, strategy, faults).run()
-
-
-def machines_fail(cluster: Cluster, seed: int, days: float, rate: float) -> tuple[Fault, ...]:
-    return failures.poisson(
-        np.random.default_rng(seed),
-        trainer_machines=cluster.trainer_machines,
-        engine_machines=cluster.engines,
-        trainer_groups=cluster.trainer_groups,
-        rate_per_day=rate,
-        engine_rate_share=1.0,
-        horizon_s=days * p.DAY_S,
-    )
 
 
 # Known results ------------------------------------------------------------------------------
@@ -156,7 +144,7 @@ def test_checkpoint_and_restart_agrees_with_the_closed_form() -> None:
     work = Workload.of_step("sync", step_s)
     ratios = []
     for seed in range(4):
-        trace = machines_fail(cluster, seed, days, p.RATE_LLAMA)
+        trace = machines_fail(cluster, p.RATE_LLAMA, days, seed)
         strategy = FullRestart(save_every=every, detection_s=0.0)
         result = Job(work, cluster, strategy, trace, days * p.DAY_S).run()
         ratios.append(result.steps * step_s / result.wall_s)
@@ -178,7 +166,7 @@ def test_a_seed_has_one_result_and_another_has_another(make: Callable[[], Strate
     cluster, work = Cluster.of_gpus(4_096), Workload.of_step("semi_async", 60.0)
 
     def result(seed: int) -> Result:
-        trace = machines_fail(cluster, seed, 1.0, 0.1)
+        trace = machines_fail(cluster, 0.1, 1.0, seed)
         return Job(work, cluster, make(), trace, p.DAY_S).run()
 
     assert result(1) == result(1)
@@ -191,7 +179,7 @@ def test_skipped_steps_are_worth_what_they_would_have_been(
     make: Callable[[], Strategy], mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, work = Cluster.of_gpus(1_024), Workload.of_step(mode, 60.0)
-    trace = machines_fail(cluster, 3, 2.0, 0.05)
+    trace = machines_fail(cluster, 0.05, 2.0, 3)
     skipped = Job(work, cluster, make(), trace, 2 * p.DAY_S).run()
     monkeypatch.setattr(Job, "_skip", lambda self: iter(()))
     each = Job(work, cluster, make(), trace, 2 * p.DAY_S).run()
@@ -273,7 +261,7 @@ def test_injected_faults_are_one_in_each_window() -> None:
 
 def test_one_group_or_many_meet_the_same_faults() -> None:
     one, many = (
-        machines_fail(Cluster.of_gpus(4_096, group_machines=m), 5, 20.0, p.RATE_LLAMA)
+        machines_fail(Cluster.of_gpus(4_096, group_machines=m), p.RATE_LLAMA, 20.0, 5)
         for m in (None, 32)
     )
     assert len(one) > 10
