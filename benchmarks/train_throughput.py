@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "integration"))
 from trainer_run import TOKEN, TrainerRun  # noqa: E402
 
-from torchtitan_rl_ft.roles.trainer import free_port  # noqa: E402
+from torchtitan_rl_ft.host.ports import free_port  # noqa: E402
 
 NOT_COUNTED = ("time/wait_batch_s", "time/publish_s", "time/starting_s", "time/checkpoint_s")
 # prompt groups, samples per group, longest answer; steps of about 0.05 s and over 1 s

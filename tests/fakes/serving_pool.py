@@ -16,15 +16,14 @@ import aiohttp
 from policies import token_of, write_policy
 
 from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
+from torchtitan_rl_ft.host.ports import HOST, free_ports
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving.gateway import GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.serving.launch import (
-    HOST,
     Launch,
     fingerprint,
-    free_ports,
     make_scratch,
     stream_arguments,
 )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torchtitan_rl_ft.roles.trainer import free_port
+from torchtitan_rl_ft.host.ports import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 PACKAGES = "slurmctld slurmd slurm-client munge"

@@ -18,8 +18,8 @@ from aiohttp import web
 from policies import tiny_model, token_of, write_policy
 from serving_pool import FAKE, Pool, open_pool
 
+from torchtitan_rl_ft.host.ports import HOST, free_ports
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
-from torchtitan_rl_ft.serving.launch import HOST, free_ports
 from torchtitan_rl_ft.serving.pool import PoolFailed
 
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from policies import tiny_model, token_of, write_policy
 from serving_pool import Pool, open_pool
 
-from torchtitan_rl_ft.serving.launch import HOST
+from torchtitan_rl_ft.host.ports import HOST
 
 FAKE = Path(__file__).parent.parent / "fakes" / "fake_gateway.py"
 

@@ -14,6 +14,7 @@ import pytest
 from slow_link import SlowLinkThread
 from trainer_run import TrainerRun, assert_each_step_once, assert_groups_equal
 
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.observability.events import read_events
 from torchtitan_rl_ft.observability.healing import recoveries
 
@@ -36,14 +37,13 @@ def pair_of_free_ports() -> int:
     """The lower one of two neighbours."""
     while True:
         with ExitStack() as stack:
-            low = stack.enter_context(socket.socket())
-            low.bind(("127.0.0.1", 0))
-            port = low.getsockname()[1]
+            low = free_port()
             try:
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + 1))
+                for port in (low, low + 1):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return port
+            return low
 
 
 def go_on(run: TrainerRun, participants: int, steps: int = 3) -> None:

@@ -9,8 +9,8 @@ from fakes.otlp_receiver import OtlpReceiver
 from job_run import Job
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.observability.events import Kind
-from torchtitan_rl_ft.roles.trainer import free_port
 
 pytestmark = pytest.mark.timeout(240)
 

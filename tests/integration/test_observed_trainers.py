@@ -7,7 +7,7 @@ import pytest
 from fakes.otlp_receiver import OtlpReceiver
 from trainer_run import TOKEN, TrainerRun, steps_of
 
-from torchtitan_rl_ft.roles.trainer import free_port
+from torchtitan_rl_ft.host.ports import free_port
 
 STEPS = 8
 KILLED_AT = 4

@@ -15,8 +15,8 @@ import httpx
 from forked_ranks import ForkedRank, forks
 
 from torchtitan_rl_ft.config.resolve import resolve
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.models.tiny import make_tiny_model
-from torchtitan_rl_ft.roles.trainer import free_port
 from torchtitan_rl_ft.run_folder import RunFolder, write_atomic
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 
 from torchtitan_rl_ft.chaos import engine_wrapper, faults
 from torchtitan_rl_ft.chaos.proxy import ProxyThread
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.run_folder import ProcessId
 
 TREE = """
@@ -185,10 +185,10 @@ def connect_waiting(proxy: ProxyThread) -> Iterator[Callable[[], bytes]]:
 
 
 def test_a_proxy_passes_on_that_nobody_listens() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with ProxyThread(url) as proxy, pytest.raises((ConnectionError, http.client.HTTPException)):
+    with (
+        ProxyThread(f"http://127.0.0.1:{free_port()}") as proxy,
+        pytest.raises((ConnectionError, http.client.HTTPException)),
+    ):
         get(connect(proxy.url))
     with pytest.raises(ValueError, match="names no host and port"):
         ProxyThread("nowhere")
@@ -209,9 +209,7 @@ ThreadingHTTPServer(("127.0.0.1", port), Hello).serve_forever()
 def test_an_interpreter_puts_its_program_behind_a_proxy(tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text(SERVE.format(folder=str(Path(__file__).parent)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     python = engine_wrapper.make_interpreter(tmp_path / "chaos" / "engine_python")
     started = subprocess.Popen([str(python), str(script), "--x", f"--port={port}"])
     try:

@@ -13,11 +13,9 @@ from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.platform import sglang_cpu
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
-from torchtitan_rl_ft.serving import launch
 from torchtitan_rl_ft.serving.launch import (
     SGLangLauncher,
     check_model_folder,
-    free_ports,
     interpreter_problem,
 )
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
@@ -131,20 +129,6 @@ def test_scratch_is_short_enough_for_a_socket_and_empty(tmp_path: Path) -> None:
     again = launcher(tmp_path / "r")
     (again.prepare(0).scratch / "old").touch()
     assert not list(again.prepare(0).scratch.iterdir())
-
-
-def test_free_ports_differ() -> None:
-    assert len(set(free_ports(50))) == 50
-
-
-def test_free_ports_are_none_that_a_connection_gets(tmp_path: Path, monkeypatch) -> None:
-    """An engine binds its port long after it was chosen."""
-    local = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(launch, "LOCAL_PORTS", local)
-    local.write_text("32768\t60999\n")
-    assert all(launch.LOWEST_PORT <= port < 32768 for port in free_ports(50))
-    local.write_text("1024\t65535\n")
-    assert len(set(free_ports(50))) == 50
 
 
 def test_model_folders_that_cannot_be_served_are_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import regroup
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.roles import regrouping as regrouping_module
 from torchtitan_rl_ft.roles import trainer
@@ -21,7 +22,6 @@ from torchtitan_rl_ft.roles.regrouping import Regrouping
 from torchtitan_rl_ft.roles.trainer import (
     RankGroup,
     RoleMissing,
-    free_port,
     group_env,
     rank_env,
     wait_for_role,
@@ -151,10 +151,6 @@ def test_role_that_comes_up_is_found(folder):
 
     url = wait_for_role(folder, "lighthouse", 5.0, clock=lambda: clock.now_s, sleep=sleep)
     assert url == "http://127.0.0.1:1"
-
-
-def test_free_port_is_free():
-    assert 1024 <= free_port() < 65536
 
 
 REGROUPING = """

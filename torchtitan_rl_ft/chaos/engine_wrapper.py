@@ -13,13 +13,13 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl_ft.chaos.proxy import HOST, TcpProxy
 from torchtitan_rl_ft.host import parent_bound
+from torchtitan_rl_ft.host.ports import free_port
 
 BLACKHOLE = signal.SIGUSR1
 LIFT = signal.SIGUSR2
@@ -63,9 +63,7 @@ def take_port(arguments: Sequence[str], inner: int) -> tuple[int, list[str]]:
 
 async def run(arguments: Sequence[str]) -> int:
     """The program's exit code; a signal that ended it ends this process too."""
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        inner = free.getsockname()[1]
+    inner = free_port()
     outer, command = take_port(arguments, inner)
     proxy = TcpProxy(HOST, inner)
     loop = asyncio.get_running_loop()

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,7 @@ from torchtitan_rl_ft.escalation import RestartLimits
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.host import process, regroup
 from torchtitan_rl_ft.host.loop_beats import beating
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.roles.lifecycle import COMPLETE
@@ -80,13 +80,6 @@ def wait_for_role(
                 f"the job with `torchtitan run`, or the role with `torchtitan run --role {name}`"
             )
         sleep(_POLL_S)
-
-
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def group_env(

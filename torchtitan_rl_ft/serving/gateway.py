@@ -15,6 +15,7 @@ import aiohttp
 
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.log_tail import last_lines
+from torchtitan_rl_ft.host.ports import free_ports
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.serving.budget import StartBudget
@@ -25,7 +26,6 @@ from torchtitan_rl_ft.serving.engine_process import end_trees
 from torchtitan_rl_ft.serving.gateway_client import GatewayClient, GatewayError
 from torchtitan_rl_ft.serving.gateway_process import HOST, KEY_ENV
 from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
-from torchtitan_rl_ft.serving.launch import free_ports
 
 NAME = "gateway"
 STARTS = 5

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,17 +15,12 @@ from typing import Protocol
 from torchtitan_rl_ft.config.groups import takes_versions
 from torchtitan_rl_ft.config.placement import engine_ranks, option
 from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
+from torchtitan_rl_ft.host.ports import HOST, free_ports
 from torchtitan_rl_ft.platform import sglang_cpu
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
 from torchtitan_rl_ft.weights.proof import EngineLayout
-
-HOST = "127.0.0.1"
-LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""From where the kernel takes the ports of outgoing connections."""
-LOWEST_PORT = 15000
-PORT_TRIES = 64
 
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd")
 _LONGEST_SCRATCH = 80
@@ -186,26 +178,6 @@ def stream_arguments(rollout: RolloutSection) -> list[str]:
 def has_accelerator() -> bool:
     """Whether this node has a GPU, told without a GPU library."""
     return any(Path(p).exists() for p in _ACCELERATORS)
-
-
-def free_ports(n: int) -> list[int]:
-    """Loopback ports that are free now and differ from one another. An engine binds its port tens
-    of seconds later, so they are none that the kernel may give to a connection meanwhile."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            _bind(s)
-        return [s.getsockname()[1] for s in sockets]
-
-
-def _bind(s: socket.socket) -> None:
-    lowest = int(LOCAL_PORTS.read_text().split()[0])
-    if lowest - LOWEST_PORT >= PORT_TRIES:
-        for _ in range(PORT_TRIES):
-            with suppress(OSError):
-                s.bind((HOST, secrets.randbelow(lowest - LOWEST_PORT) + LOWEST_PORT))
-                return
-    s.bind((HOST, 0))
 
 
 def make_scratch(folder: RunFolder, slot: int) -> Path:

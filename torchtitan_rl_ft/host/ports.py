@@ -1,0 +1,43 @@
+"""Ports for what is started later.
+
+What is started with a port binds it seconds, an engine tens of seconds, after it was chosen. So
+these are none that the kernel gives meanwhile to an outgoing connection or to a server that asked
+for any port.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+HOST = "127.0.0.1"
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""From where the kernel takes the ports of outgoing connections."""
+LOWEST_PORT = 15000
+PORT_TRIES = 64
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    return free_ports(1)[0]
+
+
+def free_ports(n: int) -> list[int]:
+    """Loopback ports that are free now and differ from one another."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for s in sockets:
+            _bind(s)
+        return [s.getsockname()[1] for s in sockets]
+
+
+def _bind(s: socket.socket) -> None:
+    lowest = int(LOCAL_PORTS.read_text().split()[0])
+    if lowest - LOWEST_PORT >= PORT_TRIES:
+        for _ in range(PORT_TRIES):
+            with suppress(OSError):
+                s.bind((HOST, secrets.randbelow(lowest - LOWEST_PORT) + LOWEST_PORT))
+                return
+    s.bind((HOST, 0))
