@@ -12,6 +12,7 @@ from typing import Literal
 
 from torchtitan_rl_ft.config.observing import ObservabilitySection, OtelSection
 from torchtitan_rl_ft.config.recovery import RecoverySection
+from torchtitan_rl_ft.config.weights import WeightsSection
 
 
 @dataclass(kw_only=True, slots=True)
@@ -436,6 +437,7 @@ class Sections:
     fault_tolerance: FaultToleranceSection = field(default_factory=FaultToleranceSection)
     rl: RLSection = field(default_factory=RLSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    weights: WeightsSection = field(default_factory=WeightsSection)
     recovery: RecoverySection = field(default_factory=RecoverySection)
     observability: ObservabilitySection = field(default_factory=ObservabilitySection)
     otel: OtelSection = field(default_factory=OtelSection)

@@ -1,0 +1,39 @@
+"""`[weights]`: how policies travel from trainers to engines over UCX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsSection:
+    holders: int = 1
+    """Processes beside the engines that hold policy versions in memory and hand them on. One per
+    node is right; more on one node are for tests and benchmarks. Engine n belongs to n mod
+    holders."""
+
+    host: str = "127.0.0.1"
+    """Address of this machine on which holders answer other holders' requests (HTTP)."""
+
+    ucx_devices: str = "lo"
+    """Network devices that UCX may use (UCX_NET_DEVICES), like "eth0" or "mlx5_0:1". UCX has no
+    authentication: name none that strangers reach. "all": any."""
+
+    ucx_tls: str = ""
+    """Transports that UCX may use (UCX_TLS), like "tcp". Empty: its own choice, which on one host
+    copies between processes without a network."""
+
+    ucx_port_range: str = "46000-46999"
+    """TCP ports on which UCX listens (UCX_TCP_PORT_RANGE). Empty: any."""
+
+    memory_folder: str = "/dev/shm"
+    """A file system in memory (tmpfs) in which versions are held: two for each holder."""
+
+    piece_mb: int = 32
+    """What is pushed, checked and, after a fault, not sent again at once."""
+
+    stall_timeout_s: float = 5.0
+    """Longest wait for the next piece of a push before another holder is asked."""
+
+    fetch_timeout_s: float = 60.0
+    """Longest time in which a holder gets one version, from whomever."""
