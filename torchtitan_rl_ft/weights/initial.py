@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan_rl_ft.run_folder import fsync_dir
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE
 from torchtitan_rl_ft.weights.manifest import (
     Manifest,
     TensorEntry,
@@ -20,7 +21,6 @@ from torchtitan_rl_ft.weights.manifest import (
 )
 from torchtitan_rl_ft.weights.tensor_files import TensorFile, TensorFileError
 
-WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 

@@ -7,31 +7,20 @@ neither the writer nor its peers ever hold the full model beside their shards.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl_ft.run_folder import fsync_dir
+from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import Manifest, TensorEntry, write_manifest
 
-WEIGHTS_FILE = "model.safetensors"
-COPIED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
 DTYPES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -124,10 +113,10 @@ def _write_safetensors(
     path: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, buffer_bytes: int
 ) -> tuple[dict[str, TensorEntry], int]:
     """Stream a safetensors file: the header follows from the shapes, the data comes later."""
-    header, offset = _header(tensors, dtype)
+    image = image_of(tensors, dtype)
     entries: dict[str, TensorEntry] = {}
     with open(path, "wb") as f:
-        f.write(len(header).to_bytes(8, "little") + header)
+        f.write(image.header)
         for name, tensor in _gathered(tensors, dtype, buffer_bytes):
             if not torch.isfinite(tensor).all():
                 raise NonFiniteWeights(f"tensor {name!r} holds NaN or infinity; not published")
@@ -141,26 +130,15 @@ def _write_safetensors(
             )
         f.flush()
         os.fsync(f.fileno())
-    return entries, 8 + len(header) + offset
+    return entries, image.nbytes
 
 
-def _header(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[bytes, int]:
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name in sorted(tensors):
-        kind = dtype or tensors[name].dtype
-        size = tensors[name].numel() * kind.itemsize
-        fields[name] = {
-            "dtype": DTYPES[kind],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8), offset
+def image_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> Image:
+    """Where `publish` puts each byte."""
+    return Image({n: (DTYPES[dtype or t.dtype], list(t.shape)) for n, t in tensors.items()})
 
 
 def _copy_assets(assets: Path, target: Path) -> None:
-    for name in COPIED:
+    for name in ASSET_FILES:
         if (assets / name).exists():
             shutil.copy2(assets / name, target / name)

@@ -1,0 +1,1 @@
+"""Holders: processes that keep policy versions in shared memory and push them to one another."""

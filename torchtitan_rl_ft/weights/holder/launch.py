@@ -1,0 +1,54 @@
+"""Starting a holder beside a role, and finding it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, ProcessId, write_atomic
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings
+
+ADDRESS_FILE = "holder.json"
+
+
+@dataclass(frozen=True)
+class HolderAddress:
+    """Where a holder answers; `url` has no trailing slash."""
+
+    url: str
+    pid: int
+    start_time: float
+
+    @property
+    def id(self) -> ProcessId:
+        return ProcessId(self.pid, self.start_time)
+
+
+def start(
+    settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
+) -> process.Child:
+    """Start a holder that the kernel kills with this process; call it from the main thread (see
+    host/parent_bound.py). It is ready when `address` finds it. Raises OSError."""
+    argv = [sys.executable, "-m", "torchtitan_rl_ft.weights.holder", settings.to_json()]
+    return process.spawn(argv, log=log, env={**env, TOKEN_ENV: token})
+
+
+def address(settings: HolderSettings) -> HolderAddress | None:
+    """Of the living holder; None before it is ready and after its end."""
+    try:
+        found = HolderAddress(**json.loads((settings.folder / ADDRESS_FILE).read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return found if found.id.alive() else None
+
+
+def announce(settings: HolderSettings, url: str) -> HolderAddress:
+    """Say where this process, the holder, answers. Raises OSError."""
+    me = ProcessId.current()
+    found = HolderAddress(url, me.pid, me.start_time)
+    write_atomic(settings.folder / ADDRESS_FILE, json.dumps(asdict(found)).encode())
+    return found
