@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 
@@ -15,6 +16,12 @@ class Changes:
     def notify(self) -> None:
         self._event.set()
         self._event = asyncio.Event()
+
+    async def next(self, timeout_s: float) -> None:
+        """Until something changes, at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
 
     async def wait_until(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
         """True as soon as `predicate()` holds; False when it did not within `timeout_s`."""

@@ -6,12 +6,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_rl_ft.weights.manifest import WeightsInvalid
+
 
 @dataclass(frozen=True)
 class Release:
     """A policy version: the number that `serving` gave to a published state of the trainer.
 
-    `path` is the folder that the publisher wrote, `manifest_digest` the digest of its manifest.
+    `path` is the folder that the publisher wrote, empty when holders have it in memory; then
+    `layout_digest` and `nbytes` are those of its image. `manifest_digest` is the digest of its
+    manifest.
     """
 
     version: int
@@ -19,17 +23,29 @@ class Release:
     token: str
     path: str
     manifest_digest: str
+    layout_digest: str = ""
+    nbytes: int = 0
+
+    @property
+    def transport(self) -> str:
+        """By which it travels."""
+        return "disk" if self.path else "nixl"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Release:
-        return cls(**{k: data[k] for k in cls.__dataclass_fields__})
+        """Raises KeyError, TypeError."""
+        return cls(**{k: data[k] for k in cls.__dataclass_fields__ if k in data})
 
 
 class TransportFailed(Exception):
     """The release could not be brought here in time; another try may succeed."""
+
+
+class WeightsLost(WeightsInvalid):
+    """Nobody holds the release any more; it has to be published again."""
 
 
 class WeightTransport(Protocol):

@@ -23,20 +23,32 @@ class DiskTransport:
     async def fetch(self, release: Release, deadline_s: float) -> Path:
         """Every byte was compared when the release was announced. A file that was written to
         after its manifest is compared again."""
-        return await _in_time(_unchanged, release, deadline_s)
+        path = Path(release.path)
+        await check_unchanged(release, path, deadline_s)
+        return path
 
     async def verify(self, release: Release, deadline_s: float) -> None:
-        await _in_time(_verified, release, deadline_s)
+        await check_verified(release, Path(release.path), deadline_s)
 
     async def drop(self, release: Release) -> None:
         """The publisher's folder is pruned by its owner."""
 
 
+async def check_unchanged(release: Release, path: Path, deadline_s: float) -> None:
+    """`path` holds the release, and no file has changed since its manifest was written. Raises
+    TransportFailed, WeightsInvalid."""
+    await _in_time(_unchanged, release, path, deadline_s)
+
+
+async def check_verified(release: Release, path: Path, deadline_s: float) -> None:
+    """Every byte of `path` is what the release's manifest says. Raises as `check_unchanged`."""
+    await _in_time(_verified, release, path, deadline_s)
+
+
 async def _in_time(
-    work: Callable[[Release, Path], None], release: Release, deadline_s: float
-) -> Path:
+    work: Callable[[Release, Path], None], release: Release, path: Path, deadline_s: float
+) -> None:
     """A file system that does not answer may hold a thread, but not its caller."""
-    path = Path(release.path)
     try:
         async with asyncio.timeout(deadline_s):
             await read_in_thread(work, release, path)
@@ -44,12 +56,11 @@ async def _in_time(
         raise TransportFailed(f"{path}: no answer from the file system") from None
     except OSError as e:
         raise TransportFailed(f"{path}: {e}") from e
-    return path
 
 
 def _unchanged(release: Release, path: Path) -> None:
     manifest = read_manifest(path)
-    _check_digest(release, manifest)
+    _check_digest(release, path, manifest)
     written_ns = (path / MANIFEST_FILE).stat().st_mtime_ns
     files = {t.file for t in manifest.tensors.values()}
     try:
@@ -61,9 +72,9 @@ def _unchanged(release: Release, path: Path) -> None:
 
 
 def _verified(release: Release, path: Path) -> None:
-    _check_digest(release, read_and_verify(path))
+    _check_digest(release, path, read_and_verify(path))
 
 
-def _check_digest(release: Release, manifest: Manifest) -> None:
+def _check_digest(release: Release, path: Path, manifest: Manifest) -> None:
     if manifest.digest != release.manifest_digest:
-        raise WeightsInvalid(f"{release.path} holds another policy than version {release.version}")
+        raise WeightsInvalid(f"{path} holds another policy than version {release.version}")

@@ -1,0 +1,340 @@
+"""The relays beside the engines of this node: kept up, and kept at the newest version."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host import process
+from torchtitan_rl_ft.observability.events import EventSink, Kind
+from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
+from torchtitan_rl_ft.serving.changes import Changes
+from torchtitan_rl_ft.serving.directory import Wanted
+from torchtitan_rl_ft.serving.holder_book import LOOK_S, HolderBook
+from torchtitan_rl_ft.serving.kept_child import KeptChild
+from torchtitan_rl_ft.weights.holder import launch
+from torchtitan_rl_ft.weights.holder.client import SUPERSEDED, Fetched, HolderClient, HolderError
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, run_memory
+from torchtitan_rl_ft.weights.manifest import WeightsInvalid
+from torchtitan_rl_ft.weights.transports.base import TransportFailed, WeightsLost
+
+START_LIMIT_S = 30.0
+SILENT_LIMIT_S = 15.0
+"""A relay that tells nothing for so long is replaced: it may be stopped or stuck."""
+
+LOST_S = 8.0
+"""A version that nobody could give for so long is lost: longer than a holder needs to be started
+again and to tell what it has."""
+
+RETRY_S = 0.2
+LONGEST_RETRY_S = 5.0
+
+REFUSED = frozenset({400, 422})
+"""What a relay answers when the version is not what was announced: no other try helps."""
+
+
+class FetchSuperseded(TransportFailed):
+    """A newer version is there: this one is not worth a transfer any more."""
+
+
+class Start(Protocol):
+    """Starts a holder (weights/holder/launch.py). Raises OSError."""
+
+    def __call__(
+        self, settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
+    ) -> process.Child: ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the relays of a serving role have in common. `run_id` names their memory; it stays when
+    serving is started anew, and what they held is still there."""
+
+    weights: WeightsSection
+    run_id: str
+    token: str
+    folder: Callable[[], RunFolder]
+    events: EventSink
+    http: aiohttp.ClientSession
+    changes: Changes
+    book: HolderBook
+    start: Start = launch.start
+    clock: Callable[[], float] = time.monotonic
+
+
+class Relay:
+    """One relay, whatever process it is at the moment."""
+
+    def __init__(self, index: int, site: Site) -> None:
+        self.index, self.name = index, f"relay-{index}"
+        self._site = site
+        self._kept = KeptChild(
+            self.name,
+            f"{self.name} (weights.holders)",
+            site.folder,
+            site.events,
+            self,
+            site.clock,
+        )
+        self._url: str | None = None
+        self._serving_url = ""
+        self._fetching = asyncio.Lock()
+        self._held: dict[Key, Fetched] = {}
+        self.problem = ""
+        """Why the last fetch failed; empty after one that did not."""
+
+    async def run(self, serving_url: str) -> None:
+        """Keep it up, and at the newest version, until cancelled. Raises ChildFailed."""
+        self._serving_url = serving_url
+        following = asyncio.create_task(self._follow(), name=self.name)
+        kept = asyncio.create_task(self._kept.run())
+        try:
+            await asyncio.wait({following, kept}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (following, kept):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (following, kept):
+                task.cancel()
+            await asyncio.gather(following, kept, return_exceptions=True)
+
+    # Process --------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> HolderSettings:
+        return HolderSettings(
+            self.name,
+            "relay",
+            self._site.run_id,
+            self._site.weights,
+            ProcessId.current(),
+            serving_url=self._serving_url,
+        )
+
+    def start(self, log: Path) -> process.Child:
+        """Raises OSError."""
+        return self._site.start(
+            self.settings, token=self._site.token, log=log, env=dict(os.environ)
+        )
+
+    async def attend(self, child: process.Child) -> str:
+        """Ready at its first report; why it has to be replaced."""
+        site = self._site
+        end = site.clock() + START_LIMIT_S
+        while (found := site.book.found(self.name, child.pid)) is None:
+            if site.clock() >= end:
+                return f"told nothing within {START_LIMIT_S:g} s"
+            await site.changes.next(LOOK_S)
+        self._url = found[0]
+        site.events.emit(Kind.READY, subject=self.name, url=self._url)
+        site.changes.notify()
+        while found is not None and found[1] <= SILENT_LIMIT_S:
+            self._url = found[0]
+            await asyncio.sleep(LOOK_S)
+            found = site.book.found(self.name, child.pid)
+        return f"told nothing for {SILENT_LIMIT_S:g} s"
+
+    def forget(self) -> None:
+        self._url, self._held = None, {}
+        self._site.book.gone(self.name)
+
+    def remove_memory(self) -> None:
+        """Of a relay that has ended for good."""
+        shutil.rmtree(self.settings.folder, ignore_errors=True)
+
+    def distrust(self) -> None:
+        """What it holds is not what it should be: a new process gets it anew."""
+        if (child := self._kept.child) is not None:
+            self.remove_memory()
+            process.kill(child.id)
+
+    # Versions -------------------------------------------------------------------------------
+
+    def holds(self, key: Key) -> Fetched | None:
+        """What it said of a version that it has been asked for in this life of its process."""
+        return self._held.get(key)
+
+    async def fetch(
+        self, wanted: Wanted, deadline_s: float, manifest_digest: str | None = None
+    ) -> Fetched:
+        """Have it hold a version, whole and checked, in whichever of its lives. Again: cheap.
+
+        Raises TransportFailed, FetchSuperseded, WeightsLost, WeightsInvalid.
+        """
+        end = self._site.clock() + deadline_s
+        try:
+            async with asyncio.timeout(deadline_s), self._fetching:
+                return await self._fetch(wanted, end, manifest_digest)
+        except TimeoutError:
+            raise TransportFailed(
+                f"{self.name} did not get {wanted.key} within {deadline_s:g} s: "
+                f"{self.problem or 'busy with another version'}"
+            ) from None
+
+    async def _fetch(self, wanted: Wanted, end: float, manifest_digest: str | None) -> Fetched:
+        site, lost_at = self._site, math.inf
+        while True:
+            left_s = end - site.clock()
+            if self._url is None:
+                self.problem = f"{self.name} is not up"
+                await site.changes.next(LOOK_S)
+            else:
+                client = HolderClient(site.http, self._url, site.token)
+                asking = asyncio.create_task(
+                    client.fetch(
+                        wanted.key, wanted.layout_digest, wanted.nbytes, left_s, manifest_digest
+                    )
+                )
+                try:
+                    while not asking.done():
+                        lost_at = self._lost_at(wanted, lost_at)
+                        await asyncio.wait({asking}, timeout=LOOK_S)
+                    return self._fetched(wanted, asking.result())
+                except HolderError as e:
+                    self._refused(wanted, e)
+                    await asyncio.sleep(RETRY_S)
+                finally:
+                    asking.cancel()
+            lost_at = self._lost_at(wanted, lost_at)
+
+    def _lost_at(self, wanted: Wanted, lost_at: float) -> float:
+        """When the version is given up; infinite while somebody has it. Raises WeightsLost."""
+        if not self._site.book.is_lost(wanted.key, self.name):
+            return math.inf
+        if (now := self._site.clock()) >= lost_at:
+            raise WeightsLost(f"no holder has {wanted.key} any more")
+        return min(lost_at, now + LOST_S)
+
+    def _refused(self, wanted: Wanted, error: HolderError) -> None:
+        """Raises FetchSuperseded, WeightsInvalid."""
+        self.problem = f"{self.name}: {error}"
+        if error.status == SUPERSEDED:
+            raise FetchSuperseded(f"{wanted.key} is superseded") from error
+        if error.status in REFUSED:
+            raise WeightsInvalid(self.problem) from error
+
+    def _fetched(self, wanted: Wanted, fetched: Fetched) -> Fetched:
+        self.problem = ""
+        if wanted.key not in self._held:
+            self._site.events.emit(
+                Kind.FETCH,
+                step=wanted.key.step,
+                subject=self.name,
+                seconds=fetched.seconds,
+                nbytes=wanted.nbytes,
+                bytes_from=fetched.bytes_from,
+            )
+        self._held[wanted.key] = fetched
+        self._site.changes.notify()
+        return fetched
+
+    async def _follow(self) -> None:
+        """Get each version that becomes the newest wanted one, also in a new process. Failures are
+        told once for each version, and tried again."""
+        site, told, pause_s = self._site, None, RETRY_S
+        while True:
+            await site.changes.wait_until(lambda: self._lacks() is not None, math.inf)
+            if (wanted := self._lacks()) is None:
+                continue
+            try:
+                await self.fetch(wanted, site.weights.fetch_timeout_s)
+                pause_s = RETRY_S
+            except FetchSuperseded:
+                pause_s = RETRY_S
+            except (TransportFailed, WeightsInvalid) as e:
+                if told != wanted.key:
+                    told, cause = wanted.key, f"{self.name} has not got {wanted.key}: {e}"
+                    site.events.emit(
+                        Kind.WARN, cause=cause, step=wanted.key.step, subject=self.name
+                    )
+                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+            await asyncio.sleep(pause_s)
+
+    def _lacks(self) -> Wanted | None:
+        newest = self._site.book.newest
+        return newest if newest is not None and newest.key not in self._held else None
+
+    def to_json(self) -> dict[str, Any]:
+        child = self._kept.child
+        return {
+            "name": self.name,
+            "url": self._url,
+            "pid": child.id.pid if child is not None else None,
+            "start_time": child.id.start_time if child is not None else None,
+            "log": str(child.log) if child is not None else None,
+            "restarts": max(0, self._kept.starts - 1),
+            "holds": sorted(key.step for key in self._held),
+            "problem": self.problem,
+        }
+
+
+class Relays:
+    """`weights.holders` of them; engine n belongs to relay n mod holders."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self._relays = [Relay(i, site) for i in range(site.weights.holders)]
+
+    def of_engine(self, slot: int) -> Relay:
+        return self._relays[slot % len(self._relays)]
+
+    def __iter__(self) -> Iterable[Relay]:
+        return iter(self._relays)
+
+    async def run(self, serving_url: str) -> None:
+        """Until cancelled; then their memory is free. Raises ChildFailed."""
+        running = [asyncio.create_task(r.run(serving_url)) for r in self._relays]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in running:
+                if task.done():
+                    task.result()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def remove_memory(self) -> None:
+        """Of relays that have ended for good."""
+        weights = self.site.weights
+        shutil.rmtree(run_memory(weights.memory_folder, self.site.run_id), ignore_errors=True)
+
+    def holding(self, key: Key) -> dict[str, Fetched]:
+        """Relays that hold a version, by name."""
+        found = {r.name: r.holds(key) for r in self._relays}
+        return {name: fetched for name, fetched in found.items() if fetched is not None}
+
+    async def first(self, key: Key, deadline_s: float) -> Fetched:
+        """As soon as a relay holds it. Raises TransportFailed, WeightsLost."""
+        await self.site.changes.wait_until(lambda: bool(self.holding(key)), deadline_s)
+        if not (holding := self.holding(key)):
+            problems = "; ".join(r.problem for r in self._relays if r.problem)
+            raise TransportFailed(
+                f"no relay got {key} within {deadline_s:g} s: {problems or 'they are at it'}"
+            )
+        return next(iter(holding.values()))
+
+    async def all(self, key: Key, deadline_s: float) -> list[str]:
+        """Until all hold it, or a newer version is wanted, or the deadline is over. Returns who
+        does."""
+
+        def over() -> bool:
+            newest = self.site.book.newest
+            superseded = newest is not None and newest.key != key
+            return superseded or len(self.holding(key)) == len(self._relays)
+
+        await self.site.changes.wait_until(over, deadline_s)
+        return sorted(self.holding(key))
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [relay.to_json() for relay in self._relays]
