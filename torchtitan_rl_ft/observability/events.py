@@ -51,6 +51,7 @@ class Kind(StrEnum):
     PUBLISH = "publish"  # a policy version was announced; version, step
     LEND = "lend"  # phase: lend, return; an engine's place; cause; data: subject
     PROMOTE = "promote"  # a standby engine, or trainer, takes the place of a lost one; cause
+    FETCH = "fetch"  # a relay holds a version, checked; step; data: subject, seconds, bytes_from
     INSTALL = "install"  # an engine holds a version, verified; version; data: slot
     MOVE = "move"  # a request left an engine unfinished; cause; data: request, samples, tokens kept
     CHECKPOINT = "checkpoint"  # a checkpoint is durable; step; data: path, saved_by (group)

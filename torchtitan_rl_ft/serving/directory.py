@@ -291,9 +291,7 @@ class Directory:
 
     # Leases ---------------------------------------------------------------------------------
 
-    def lease(
-        self, receiver: str, key: Key, missing: Iterable[Range], now_s: float
-    ) -> list[Lease]:
+    def lease(self, receiver: str, key: Key, missing: Iterable[Range], now_s: float) -> list[Lease]:
         """Who gives `receiver` what of `missing`, which it neither has nor is being given: leases
         of it for those bytes are over. Empty while all who could are busy. Raises NotWanted,
         Superseded."""

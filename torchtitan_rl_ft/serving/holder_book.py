@@ -79,9 +79,9 @@ class HolderBook:
 
     def is_lost(self, key: Key, receiver: str) -> bool:
         """Whether holders have not all of it together, and `receiver` gets nothing of it."""
-        return not self._directory.can_be_had(
-            key, self._clock()
-        ) and not self._directory.receives(receiver, key)
+        return not self._directory.can_be_had(key, self._clock()) and not self._directory.receives(
+            receiver, key
+        )
 
     # Leases ---------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,11 @@ from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import SUPERSEDED, Fetched, HolderClient, HolderError
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, run_memory
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
-from torchtitan_rl_ft.weights.transports.base import TransportFailed, WeightsLost
+from torchtitan_rl_ft.weights.transports.base import (
+    Release,
+    TransportFailed,
+    WeightsLost,
+)
 
 START_LIMIT_S = 30.0
 SILENT_LIMIT_S = 15.0
@@ -181,6 +185,11 @@ class Relay:
                 f"{self.problem or 'busy with another version'}"
             ) from None
 
+    async def bring(self, release: Release, deadline_s: float) -> Path:
+        """As `fetch`, of what has a number."""
+        wanted = Wanted(Key(release.step, release.token), release.layout_digest, release.nbytes)
+        return Path((await self.fetch(wanted, deadline_s, release.manifest_digest)).path)
+
     async def _fetch(self, wanted: Wanted, end: float, manifest_digest: str | None) -> Fetched:
         site, lost_at = self._site, math.inf
         while True:
@@ -288,7 +297,7 @@ class Relays:
     def of_engine(self, slot: int) -> Relay:
         return self._relays[slot % len(self._relays)]
 
-    def __iter__(self) -> Iterable[Relay]:
+    def __iter__(self) -> Iterator[Relay]:
         return iter(self._relays)
 
     async def run(self, serving_url: str) -> None:
