@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_rl_ft.run_folder import fsync_dir
 from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import Manifest, TensorEntry, write_manifest
-
-DTYPES = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float64: "F64",
-}
+from torchtitan_rl_ft.weights.shards import DTYPES
 
 
 class NonFiniteWeights(Exception):
@@ -60,7 +54,7 @@ def publish(
     token is left alone; anything else there is replaced. Raises NonFiniteWeights, OSError.
     """
     if not writer:
-        for _ in _gathered(tensors, dtype, buffer_bytes):
+        for _ in gathered(tensors, buffer_bytes):
             pass
         return None
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -81,21 +75,20 @@ def publish(
     return Published(target, digest, size)
 
 
-def _gathered(
-    tensors: dict[str, torch.Tensor], dtype: torch.dtype | None, buffer_bytes: int
+def gathered(
+    tensors: Mapping[str, torch.Tensor], buffer_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors on the host, in the same order on all ranks. Those that share a buffer are
-    requested together, so that their all-gathers overlap."""
+    """Whole tensors, sorted by name, so in the same order on all ranks. Those that share a buffer
+    are requested together, so that their all-gathers overlap."""
     for names in _chunks(tensors, buffer_bytes):
         wholes = [
             t.full_tensor() if isinstance(t, DTensor) else t
             for t in (tensors[name].detach() for name in names)
         ]
-        for name, whole in zip(names, wholes, strict=True):
-            yield name, whole.to(dtype=dtype or whole.dtype).cpu().contiguous()
+        yield from zip(names, wholes, strict=True)
 
 
-def _chunks(tensors: dict[str, torch.Tensor], buffer_bytes: int) -> Iterator[list[str]]:
+def _chunks(tensors: Mapping[str, torch.Tensor], buffer_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name in sorted(tensors):
@@ -117,7 +110,8 @@ def _write_safetensors(
     entries: dict[str, TensorEntry] = {}
     with open(path, "wb") as f:
         f.write(image.header)
-        for name, tensor in _gathered(tensors, dtype, buffer_bytes):
+        for name, whole in gathered(tensors, buffer_bytes):
+            tensor = whole.to(dtype=dtype or whole.dtype).cpu().contiguous()
             if not torch.isfinite(tensor).all():
                 raise NonFiniteWeights(f"tensor {name!r} holds NaN or infinity; not published")
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
