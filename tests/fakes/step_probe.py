@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.trainer.checkpoint import RLCheckpointManager
-from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
+from torchtitan_rl_ft.trainer.publishing import Announcer
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer
 
 POINTS = {  # point: what is called, and whether it is before or after it
     "reducing": (ReplicaGroup, "all_reduce", "after"),  # a sum has begun
-    "announced": (PolicyPublisher, "publish", "after"),  # serving has the policy
+    "announced": (Announcer, "announce", "after"),  # serving has the policy
     "written": (RLCheckpointManager, "_commit", "before"),  # a checkpoint's files, no marker yet
     "marked": (RLCheckpointManager, "_commit", "after"),  # the ledger has not heard of it
 }

@@ -57,11 +57,13 @@ class Script:
         return self.calls.count(key)
 
 
-def build(monkeypatch, participants=2, max_refusals=3, **answers):
+def build(monkeypatch, participants=2, max_refusals=3, every_group_offers=False, **answers):
     monkeypatch.setattr(module, "RETRY_DELAY_S", 0.0)
     script = Script(**{k.replace("__", "."): v for k, v in answers.items()})
     events = EventList()
     quorum = Quorum(participants, 0, 5, ["a:1", "b:2"][:participants])
+    publisher = script.seam("publisher", "offer", publish=7)
+    publisher.every_group_offers = every_group_offers
     seams = Seams(
         group=script.seam("group", "set_step", start_quorum=quorum, errored=None),
         link=GroupLink(),
@@ -80,7 +82,7 @@ def build(monkeypatch, participants=2, max_refusals=3, **answers):
         ),
         beats=script.seam("beats", "update"),
         attempt=script.seam("attempt", "abstain", run=COMMITTED, recorded=0, board=(0, 0)),
-        publisher=script.seam("publisher", publish=7),
+        publisher=publisher,
         clock=PhaseClock(events),
         events=events,
         model=script.seam("model", "restore", "seed_step", "discard", "committed", update={}),
@@ -195,6 +197,23 @@ def test_the_granted_duty_of_publishing_is_done_and_told(monkeypatch):
     made, _, script, _ = build(monkeypatch, ledger__committed=[granted])
     made.step()
     assert script.calls.index("publisher.publish") < script.calls.index("ledger.duty_done")
+
+
+@pytest.mark.parametrize("every_group_offers", [True, False])
+def test_a_group_without_the_duty_offers_what_it_committed_where_every_group_does(
+    monkeypatch, every_group_offers
+):
+    made, _, script, _ = build(monkeypatch, every_group_offers=every_group_offers)
+    made.step()
+    assert script.count("publisher.offer") == every_group_offers
+    assert script.count("publisher.publish") == 0
+
+
+def test_what_the_ledger_refused_or_has_not_heard_of_is_not_offered(monkeypatch):
+    for answer in (CommitAnswer("refused", "off the chain", ()), RoleUnreachable("rollout")):
+        made, _, script, _ = build(monkeypatch, every_group_offers=True, ledger__committed=[answer])
+        made.step()
+        assert script.count("publisher.offer") == 0
 
 
 def test_an_offered_duty_is_asked_for_before_it_is_done(monkeypatch):

@@ -79,6 +79,11 @@ class Child:
         """Signal the process itself; nothing when it has ended."""
         self._popen.send_signal(signum)
 
+    def end(self) -> int:
+        """Kill the process itself and return its return code, in a caller without an event loop."""
+        self._popen.kill()
+        return self._popen.wait()
+
 
 class Adopted:
     """A living process that another one started, named by what was recorded of it. Its exit is

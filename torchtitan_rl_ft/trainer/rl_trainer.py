@@ -58,7 +58,12 @@ from torchtitan_rl_ft.trainer.presence import (
     event_sink,
     this_member,
 )
-from torchtitan_rl_ft.trainer.publishing import PolicyPublisher
+from torchtitan_rl_ft.trainer.publishing import (
+    LiveWeights,
+    PolicyPublisher,
+    PublishSettings,
+    make_publisher,
+)
 from torchtitan_rl_ft.trainer.random_state import RandomState, seed_all
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
 from torchtitan_rl_ft.trainer.rows import MicroBatch
@@ -165,13 +170,14 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self.events,
             lambda phase: self.stepper.enter(phase),
         )
+        self._publisher = self._build_publisher()
         seams = Seams(
             group=self.ft_manager,
             link=self.link,
             ledger=LedgerClient(self._client("rollout"), member),
             beats=self._beats,
             attempt=self._build_attempt(),
-            publisher=self._build_publisher(),
+            publisher=self._publisher,
             clock=self.clock,
             events=self.events,
             model=self,
@@ -272,15 +278,17 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
         return spec.state_dict_adapter(self.model_config, self.config.hf_assets_path)
 
     def _build_publisher(self) -> PolicyPublisher:
-        return PolicyPublisher(
-            model_parts=self.model_parts,
-            adapter=self._adapter,
+        rollout = self.config.rollout
+        settings = PublishSettings(
+            transport=rollout.weight_transport,
             assets=Path(self.config.hf_assets_path),
-            folder=self.run_folder.weights,
-            serving=self._client("serving"),
-            link=self.link,
-            buffer_bytes=self.config.rollout.publish_buffer_mb * 2**20,
+            buffer_bytes=rollout.publish_buffer_mb * 2**20,
+            replica_id=self.config.fault_tolerance.replica_id,
+            sync=self.config.rl.mode == "sync",
         )
+        weights = LiveWeights(self.model_parts, self._adapter)
+        serving = self._client("serving")
+        return make_publisher(settings, weights, serving, self.link, self.run_folder)
 
     def _build_reference(self) -> ReferencePolicy:
         model = build_reference(self.config, self.model_config, self.parallel_dims, self.device)
@@ -508,6 +516,8 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
             self._signals.close()
         if hasattr(self, "_beats"):
             self._beats.stop()
+        if hasattr(self, "_publisher"):
+            self._publisher.close()
         if hasattr(self, "ft_manager"):
             self.ft_manager.leave()
         super().close()

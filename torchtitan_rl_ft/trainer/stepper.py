@@ -358,6 +358,9 @@ class Stepper:
             self._s.group.set_step(0)
         elif reply is not None and PUBLISH in reply.duties:
             self._publish()
+        elif reply is not None and self._s.publisher.every_group_offers:
+            self.enter("publish")
+            self._s.publisher.offer(record.step, record.token)
 
     def _dump(
         self,

@@ -15,8 +15,9 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,8 @@ DTYPES = {
 
 MIN_PART_BYTES = 1 << 18
 """Smaller parts of a tensor are not worth a range of their own: one of its holders writes all."""
+
+T = TypeVar("T")
 
 Run = tuple[int, int]
 """Elements [begin, end) of a tensor in row-major order."""
@@ -300,6 +303,35 @@ def check_cover(image: Image, written: Sequence[int]) -> None:
             f"the shards of this layout cannot be told apart: the ranks would write {sum(written)} "
             f'bytes of {image.nbytes}; set rollout.weight_transport = "disk"'
         )
+
+
+Gather = Callable[[Any], list[Any]]
+"""Every rank's value, by rank, on all ranks (GroupLink.gather)."""
+
+
+def plan_of(tensors: Mapping[str, torch.Tensor], rank: int, gather: Gather) -> ShardPlan:
+    """Collective over the group. Raises ShardsUnclear, on all ranks or none."""
+    mine = _agreed(gather, lambda: {name: placed(t, rank) for name, t in tensors.items()})
+    survey = Survey.of(mine)
+    surveys = gather(survey)
+    if len({s.digest for s in surveys}) > 1:
+        surveys = gather(replace(survey, specs=specs_of(mine)))
+    plan = _agreed(gather, lambda: make_plan(mine, surveys, rank))
+    check_cover(plan.image, gather(plan.nbytes))
+    return plan
+
+
+def _agreed(gather: Gather, work: Callable[[], T]) -> T:
+    """`work()`, unless it raises ShardsUnclear on some rank: then all ranks do."""
+    found, problem = None, ""
+    try:
+        found = work()
+    except ShardsUnclear as e:
+        problem = str(e)
+    if problems := [p for p in gather(problem) if p]:
+        raise ShardsUnclear(problems[0])
+    assert found is not None
+    return found
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
