@@ -72,7 +72,7 @@ class Memory:
         self.layout, self.nbytes = "", 0
         self.ranges: dict[str, list] = {}
 
-    def reserve(self, key: object, header: bytes) -> Path:
+    def reserve(self, key: object, header: bytes, ranges: list) -> Path:
         step = key.step  # type: ignore[attr-defined]
         path = self._folder / f"{self.layout}-{step}.{self._rank}"
         path.touch()

@@ -71,8 +71,9 @@ class Offers:
         path, image, problem = None, None, None
         if not held and self._handing is None:
             try:
-                path = self._source.reserve(key, writer.plan.image.header)
-                image = self._images.open(path, writer.plan.image.nbytes, writer.plan.ranges)
+                plan = writer.plan
+                path = self._source.reserve(key, plan.image.header, plan.ranges)
+                image = self._images.open(path, plan.image.nbytes)
             except PROBLEMS as e:
                 problem = f"{type(e).__name__}: {e}"
         # Also without an image: others gather with us.
