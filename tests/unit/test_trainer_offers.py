@@ -1,6 +1,7 @@
 """A rank's shards in its source's memory: written, offered, and no harm to the rank when the source
 dies, hangs or is full."""
 
+import errno
 import json
 import math
 import os
@@ -152,35 +153,20 @@ def test_a_source_that_hangs_while_it_hashes_is_replaced_too(rank, monkeypatch):
     assert rank.offer(V2) == (Offered(), None)
 
 
-def test_without_memory_the_version_is_left_out_and_the_reason_is_told(rank):
+def test_without_memory_the_version_is_left_out_and_the_reason_is_told(rank, monkeypatch):
     full = rank.say("full")
     offered, _ = rank.offer(V1)
     assert "no memory for another version" in offered.problem
     full.unlink()
+
+    def full_file_system(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full_file_system)
+        assert "No space left" in rank.offer(V1)[0].problem
     assert rank.told() == []
     assert rank.offer(V1) == (Offered(), None)
-
-
-def test_a_source_that_does_not_come_up_is_not_started_for_every_version(tmp_path):
-    now_s, argv = [time.monotonic()], [sys.executable, "-c", "raise SystemExit(2)"]
-
-    def start(settings, *, token, log, env):
-        return process.spawn(argv, log=log, env=env)
-
-    run = RunFolder(tmp_path)
-    weights = WeightsSection(memory_folder=str(tmp_path / "memory"))
-    source = Source(run, weights, 0, 0, "secret", start, lambda: now_s[0])
-    starts = []
-    for _ in range(4):
-        with pytest.raises(RoleUnreachable, match="exit code 2"):
-            source.reserve(V1, b"", [])
-        starts.append(source.starts)
-    assert starts == [1, 1, 1, 1]
-    now_s[0] += source_module.LONGEST_START_PAUSE_S + 1
-    with pytest.raises(RoleUnreachable, match="exit code 2"):
-        source.reserve(V1, b"", [])
-    assert source.starts == 2
-    source.close()
 
 
 def test_a_group_without_the_duty_does_not_wait_for_its_source(rank):

@@ -71,9 +71,8 @@ class Offers:
         path, image, problem = None, None, None
         if not held and self._handing is None:
             try:
-                plan = writer.plan
-                path = self._source.reserve(key, plan.image.header, plan.ranges)
-                image = self._images.open(path, plan.image.nbytes)
+                path = self._source.reserve(key, writer.plan.image.header)
+                image = self._images.open(path, writer.plan.image.nbytes, writer.plan.ranges)
             except PROBLEMS as e:
                 problem = f"{type(e).__name__}: {e}"
         # Also without an image: others gather with us.

@@ -9,8 +9,7 @@ import hashlib
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +20,6 @@ from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import Owner
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, run_memory
-from torchtitan_rl_ft.weights.pieces import Range
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +28,6 @@ START_DEADLINE_S = 30.0
 
 RESERVE_DEADLINE_S = 5.0
 """The rank stands still meanwhile."""
-
-START_PAUSE_S = 5.0
-LONGEST_START_PAUSE_S = 60.0
 
 _NOT_FOR_A_SOURCE = ("UCX_", "NIXL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "LD_PRELOAD")
 """Of the rank's environment: what UCX does is pinned by [weights], and a source holds no device."""
@@ -73,7 +68,6 @@ class Source:
         rank: int,
         token: str,
         start: Start = launch.start,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         owner = Owner.from_environment()
         self.name = f"trainer-{replica_id}.{rank}"
@@ -85,7 +79,7 @@ class Source:
             owner.id if owner is not None else ProcessId.current(),
             run_folder=str(run.path),
         )
-        self._token, self._start, self._clock = token, start, clock
+        self._token, self._start = token, start
         attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
         self._log = run.log_file(f"{self.name}-source", attempt)
         self._child: process.Child | None = None
@@ -93,22 +87,12 @@ class Source:
         self.starts = 0
         """Processes so far."""
         self._answered = False
-        self._in_vain = 0
 
     def ensure(self) -> None:
-        """Start it unless it runs. After starts in vain not at once: it will hardly come up now.
-        Raises OSError, RoleUnreachable."""
+        """Start it unless it runs. Raises OSError."""
         if self._child is not None:
             if (code := self._child.returncode) is None:
                 return
-            in_vain = 0 if self._answered else self._in_vain + 1
-            pause_s = min(in_vain * START_PAUSE_S, LONGEST_START_PAUSE_S)
-            if self._clock() < self._child.started_mono_s + pause_s:
-                raise RoleUnreachable(
-                    f"the source {self.name} does not come up ({process.describe(code)}); log: "
-                    f"{self._log}"
-                )
-            self._in_vain = in_vain
             logger.warning(
                 "source %s: %s, another one is started; log: %s",
                 self.name,
@@ -129,13 +113,12 @@ class Source:
         if self._child is not None:
             self._child.end()
 
-    def reserve(self, key: Key, header: bytes, ranges: list[Range]) -> Path:
-        """A file for the image of a version that begins with `header`, with memory for `ranges`.
-        Starts the source if need be; one that does not answer is ended, for the next call. Raises
-        RoleRefused (no memory), RoleUnreachable, OSError."""
+    def reserve(self, key: Key, header: bytes) -> Path:
+        """A file for the image of a version that begins with `header`. Starts the source if need
+        be; one that does not answer is ended, for the next call. Raises RoleRefused (no memory),
+        RoleUnreachable, OSError."""
         self.ensure()
-        header_text = base64.b64encode(header).decode()
-        body = {**key._asdict(), "header": header_text, "ranges": ranges}
+        body = {**key._asdict(), "header": base64.b64encode(header).decode()}
         limit_s = RESERVE_DEADLINE_S if self._answered else START_DEADLINE_S
         try:
             answer = self.post("/v1/reserve", body, deadline_s=limit_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -98,16 +98,17 @@ class Image:
 
     def names_in(self, start: int, end: int) -> list[str]:
         """Tensors of which some byte is in [start, end)."""
-        names = list(self.tensors)
         first = max(0, bisect_right(self._starts, start) - 1)
-        found = []
-        for name in names[first:]:
-            span = self.tensors[name]
-            if span.start >= end:
-                break
-            if span.end > start and span.end > span.start:
-                found.append(name)
-        return found
+        last = bisect_left(self._starts, end)
+        return [n for n in self._names[first:last] if self._overlaps(n, start, end)]
+
+    def _overlaps(self, name: str, start: int, end: int) -> bool:
+        span = self.tensors[name]
+        return max(span.start, start) < min(span.end, end)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self.tensors)
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -13,9 +13,14 @@ import aiohttp
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.pieces import Piece, Range, piece_from_json
 
-NO_MEMORY = 507
 BUSY = 409
 SUPERSEDED = 410
+OTHER_POLICY = 422
+NO_MEMORY = 507
+OTHER_MODEL = OTHER_LIBRARY = 412
+NOT_ABLE = 503
+NOTHING_WRITTEN = (400, 401, 404, BUSY, OTHER_MODEL, OTHER_LIBRARY, NOT_ABLE)
+"""Answers to a push that was refused: nothing was, or will be, written."""
 
 
 class HolderError(Exception):

@@ -1,0 +1,216 @@
+"""A holder's folder in the memory file system: one folder for each version, and files that are free
+to be used again, whose pages are there already."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.weights.holder.settings import (
+    HolderSettings,
+    Key,
+    run_memory,
+    user_memory,
+)
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE
+from torchtitan_rl_ft.weights.pieces import Piece, Range, piece_from_json
+
+LOCK_FILE = "lock"
+OWNER_FILE = "owner.json"
+PIECES_FILE = "pieces.jsonl"
+
+SPARES = 1
+"""Files that are kept for the next version; the others are removed."""
+
+_SPARE = "spare-"
+_PLAIN = re.compile(r"[A-Za-z0-9]+")
+_BLOCK_BYTES = 512  # stat(2), st_blocks
+
+
+class NoMemory(Exception):
+    """The memory file system has no room for a version."""
+
+
+class HolderRuns(Exception):
+    """Another process is this holder."""
+
+
+class HolderFiles:
+    """Raises OSError, throughout."""
+
+    def __init__(self, settings: HolderSettings) -> None:
+        self._settings = settings
+        self.folder = settings.folder
+
+    def open(self, timeout_s: float = 5.0) -> None:
+        """Make the folder this process's own; what other runs of this user left behind is removed.
+        A predecessor may be dying. Raises HolderRuns."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(
+            self.folder / LOCK_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        end_s = time.monotonic() + timeout_s
+        while not _locked(self._lock):
+            if time.monotonic() > end_s:
+                raise HolderRuns(f"{self.folder} belongs to another process")
+            time.sleep(0.05)
+        owner = json.dumps(asdict(self._settings.owner))
+        (self.folder / OWNER_FILE).write_text(owner)
+        remove_leftovers(self._settings.weights.memory_folder)
+
+    # Versions ---------------------------------------------------------------------------
+
+    def found(self) -> dict[Key, Path]:
+        """What an earlier life of this holder left, the oldest first; spares are not in it."""
+        versions = []
+        for folder in self.folder.glob("step-*"):
+            key = _key_of(folder)
+            if key is None or not (folder / WEIGHTS_FILE).is_file():
+                shutil.rmtree(folder)
+            else:
+                versions.append(((folder / PIECES_FILE).stat().st_mtime_ns, key, folder))
+        return {key: folder for _, key, folder in sorted(versions)}
+
+    def take(self, key: Key, nbytes: int, ranges: Iterable[Range]) -> Path:
+        """A folder for a version with a weights file of `nbytes`, of which `ranges` will be written
+        and have their memory now, so that no write ever meets a lack of it. A spare file is used
+        where there is one. Raises NoMemory."""
+        folder = self._folder_name(key)
+        temp = self.folder / f".{folder.name}"
+        shutil.rmtree(temp, ignore_errors=True)
+        spares = self._spares()
+        try:
+            if spares:
+                spares[-1].rename(temp)
+            else:
+                temp.mkdir(mode=0o700)
+            self._allocate(temp / WEIGHTS_FILE, nbytes, list(ranges), key)
+            line = json.dumps({"step": key.step, "token": key.token})
+            (temp / PIECES_FILE).write_text(f"{line}\n")
+            temp.rename(folder)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
+        return folder
+
+    def release(self, folder: Path) -> None:
+        """The version is not needed any more, its file may be used again."""
+        number = 1 + max((int(s.name.removeprefix(_SPARE)) for s in self._spares()), default=0)
+        for file in folder.iterdir():
+            if file.name != WEIGHTS_FILE:
+                file.unlink()
+        folder.rename(self.folder / f"{_SPARE}{number}")
+        for spare in self._spares()[:-SPARES]:
+            shutil.rmtree(spare)
+
+    def _folder_name(self, key: Key) -> Path:
+        """Tokens differ in their first characters, nearly always."""
+        short = key.token[:8] if _PLAIN.fullmatch(key.token[:8]) else "token"
+        name = f"step-{key.step}-{short}"
+        while (self.folder / name).exists():
+            name += "x"
+        return self.folder / name
+
+    def _spares(self) -> list[Path]:
+        """The one to be taken first is the last."""
+        found = [s for s in self.folder.glob(f"{_SPARE}*") if (s / WEIGHTS_FILE).is_file()]
+        return sorted(found, key=lambda s: int(s.name.removeprefix(_SPARE)))
+
+    def _allocate(self, path: Path, nbytes: int, ranges: list[Range], key: Key) -> None:
+        """Raises NoMemory."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            there = os.fstat(fd).st_blocks * _BLOCK_BYTES
+            needed = sum(end - start for start, end in ranges)
+            stat = os.statvfs(self.folder)
+            free = stat.f_bavail * stat.f_frsize
+            try:
+                if needed - there > free:
+                    raise NoMemory
+                for start, end in ranges:
+                    os.posix_fallocate(fd, start, end - start)
+            except (NoMemory, OSError) as e:
+                why = "" if isinstance(e, NoMemory) else f" ({e})"
+                raise NoMemory(
+                    f"{self.folder} has no room for {key}: it needs {needed / 1e9:.2f} GB, "
+                    f"{(free + there) / 1e9:.2f} GB are free{why}; see weights.memory_folder"
+                ) from None
+        finally:
+            os.close(fd)
+
+
+# What is known to be whole --------------------------------------------------------------
+
+
+def note_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
+    """Pieces that were checked; a later life of this holder need not get them again."""
+    with open(folder / PIECES_FILE, "a") as f:
+        f.writelines(f"{json.dumps(piece.to_json())}\n" for piece in pieces)
+
+
+def noted_pieces(folder: Path) -> list[Piece]:
+    """What `note_pieces` noted, up to a line that was cut off."""
+    pieces = []
+    with contextlib.suppress(ValueError, TypeError):
+        for line in (folder / PIECES_FILE).read_text().splitlines()[1:]:
+            pieces.append(piece_from_json(json.loads(line)))
+    return pieces
+
+
+def _key_of(folder: Path) -> Key | None:
+    try:
+        with open(folder / PIECES_FILE) as f:
+            fields = json.loads(f.readline())
+        return Key(int(fields["step"]), str(fields["token"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+# Runs that ended ------------------------------------------------------------------------
+
+
+def remove_run(memory_folder: str, run_id: str) -> None:
+    """At the end of a run, when its holders have ended."""
+    shutil.rmtree(run_memory(memory_folder, run_id), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        user_memory(memory_folder).rmdir()
+
+
+def remove_leftovers(memory_folder: str) -> list[Path]:
+    """Remove what holders left whose owners, and they themselves, are dead. Returns the folders."""
+    removed = []
+    for holder in sorted(user_memory(memory_folder).glob("*/*/")):
+        if _is_dead(holder):
+            shutil.rmtree(holder, ignore_errors=True)
+            removed.append(holder)
+            with contextlib.suppress(OSError):  # others of the run are there
+                holder.parent.rmdir()
+    return removed
+
+
+def _is_dead(holder: Path) -> bool:
+    try:
+        owner = ProcessId(**json.loads((holder / OWNER_FILE).read_text()))
+        with open(holder / LOCK_FILE, "rb") as lock:
+            return not owner.alive() and _locked(lock.fileno())
+    except (OSError, ValueError, TypeError):
+        return False  # one that is being made or removed
+
+
+def _locked(fd: int) -> bool:
+    """Lock it for as long as it is open."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

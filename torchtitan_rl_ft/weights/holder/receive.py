@@ -1,0 +1,186 @@
+"""The receiving side: memory that one holder may write into, and what of it came whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+
+from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError
+from torchtitan_rl_ft.weights.holder.client import NOTHING_WRITTEN, HolderError, Offer
+from torchtitan_rl_ft.weights.holder.mapping import Mapping
+from torchtitan_rl_ft.weights.holder.push import range_of
+from torchtitan_rl_ft.weights.holder.versions import HeldFile
+from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
+
+POLL_S = 0.0002
+
+
+class ReceiveFailed(Exception):
+    """A holder did not bring what it was asked for."""
+
+
+class Landing:
+    """A file's memory, open to one holder for one push: an agent and a mapping of their own.
+
+    Raises NixlError, OSError.
+    """
+
+    def __init__(
+        self, make_agent: Callable[[], Agent], path: Path, nbytes: int, ranges: Sequence[Range]
+    ) -> None:
+        self._mapping = Mapping(path, nbytes)
+        try:
+            self._agent = make_agent()
+            self._agent.register(self._mapping.address, merge(ranges))
+            self._metadata = self._agent.metadata()
+        except NixlError:
+            self._mapping.close()
+            raise
+        self._closing = threading.Event()
+
+    def offer(self, nixl: str) -> Offer:
+        return Offer(self._metadata, self._mapping.address, self._mapping.nbytes, nixl)
+
+    def watch(self, arrived: Callable[[Range], None]) -> None:
+        """Call `arrived` for each piece that is written, until `close` or `abandon`. Blocks."""
+        while not self._closing.is_set():
+            notes = self._agent.notes()
+            for note in notes:
+                arrived(range_of(note))
+            if not notes:
+                time.sleep(POLL_S)
+
+    def stop_watching(self) -> None:
+        self._closing.set()
+
+    def close(self) -> None:
+        """After a push that ended well, and the end of `watch`."""
+        self._agent.drop()
+        self._mapping.close()
+
+    def detach(self) -> None:
+        """From now on nothing that is written here reaches the file."""
+        self._mapping.detach()
+
+    def abandon(self) -> None:
+        """After `detach`, and the end of `watch`. The order matters: into inaccessible pages the
+        agent itself would write (UCX copies small pieces that come by TCP) and end the process."""
+        self._agent.drop()
+        self._mapping.quarantine()
+
+
+class Receiver:
+    """`pushes` has a thread for each push under way, and one more; `checks` hashes."""
+
+    def __init__(
+        self,
+        make_agent: Callable[[], Agent],
+        nixl: str,
+        stall_timeout_s: float,
+        pushes: Executor,
+        checks: Executor,
+    ) -> None:
+        self._make_agent, self._nixl = make_agent, nixl
+        self.stall_timeout_s = stall_timeout_s
+        self._pushes, self._checks = pushes, checks
+        self.abandoned = 0
+
+    async def receive(
+        self,
+        file: HeldFile,
+        parts: Sequence[Piece],
+        ask: Callable[[Offer], Awaitable[None]],
+        checked: Callable[[Piece], None],
+    ) -> None:
+        """Have a holder write `parts` into `file`: `ask` it, which ends when all are written.
+        `checked` is called for each piece whose bytes are those of its sha256; they stay, whatever
+        comes later.
+
+        Raises ReceiveFailed, HolderError (the holder's own words), NixlError, OSError.
+        """
+        ranges = [p.range for p in parts]
+        loop = asyncio.get_running_loop()
+        landing = await loop.run_in_executor(
+            self._pushes, Landing, self._make_agent, file.path, file.nbytes, ranges
+        )
+        news: asyncio.Queue[Range | asyncio.Future[None]] = asyncio.Queue()
+
+        def arrived(piece: Range) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, piece)
+
+        watching = loop.run_in_executor(self._pushes, landing.watch, arrived)
+        asked = asyncio.ensure_future(ask(landing.offer(self._nixl)))
+        for future in (watching, asked):
+            future.add_done_callback(news.put_nowait)
+        is_over = False
+        try:
+            await self._collect(file, parts, news, asked, checked)
+            is_over = True
+        except HolderError as e:
+            is_over = e.status in NOTHING_WRITTEN
+            raise
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await self._end(landing, watching, is_over)
+
+    async def _collect(
+        self,
+        file: HeldFile,
+        parts: Sequence[Piece],
+        news: asyncio.Queue[Range | asyncio.Future[None]],
+        asked: asyncio.Future[None],
+        checked: Callable[[Piece], None],
+    ) -> None:
+        """Raises as `receive`, but not before the checks that have begun are done."""
+        waited = {p.range: p for p in parts}
+        checks: list[asyncio.Future[None]] = []
+
+        def check(piece: Piece) -> None:
+            task = asyncio.ensure_future(self._check(file, piece, checked))
+            task.add_done_callback(lambda t: None if t.cancelled() else news.put_nowait(t))
+            checks.append(task)
+
+        try:
+            while waited or not asked.done():
+                async with asyncio.timeout(self.stall_timeout_s):
+                    new = await news.get()
+                if not isinstance(new, tuple):
+                    new.result()
+                    if new is asked:  # all is written, whether its notes are here or not
+                        break
+                elif (piece := waited.pop(new, None)) is not None:
+                    check(piece)
+        except TimeoutError:
+            raise ReceiveFailed(f"no piece came for {self.stall_timeout_s:g} s") from None
+        else:
+            for piece in waited.values():
+                check(piece)
+        finally:
+            results = await asyncio.gather(*checks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _check(self, file: HeldFile, piece: Piece, checked: Callable[[Piece], None]) -> None:
+        """Raises ReceiveFailed."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._checks, file.sha256, piece.start, piece.end)
+        if found != piece.sha256:
+            raise ReceiveFailed(f"bytes [{piece.start}, {piece.end}) differ from their sha256")
+        checked(piece)
+
+    async def _end(self, landing: Landing, watching: asyncio.Future[None], is_over: bool) -> None:
+        loop = asyncio.get_running_loop()
+        if not is_over:
+            self.abandoned += 1
+            landing.detach()
+        landing.stop_watching()
+        with contextlib.suppress(NixlError):  # it was raised already, if it was in time
+            await watching
+        await loop.run_in_executor(self._pushes, landing.close if is_over else landing.abandon)

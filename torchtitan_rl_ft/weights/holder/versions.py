@@ -1,0 +1,93 @@
+"""The versions that a holder has, whole or in part."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan_rl_ft.weights.holder.push import Memory
+from torchtitan_rl_ft.weights.holder.settings import Key
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
+from torchtitan_rl_ft.weights.pieces import Piece, Range, cover, merge
+
+
+class HeldFile:
+    """The file of an image, mapped for as long as it is held. Raises OSError."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path, self.nbytes = path, nbytes
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._map = mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def sha256(self, start: int, end: int) -> str:
+        """Of bytes [start, end), without a copy; other threads go on meanwhile."""
+        return hashlib.sha256(self.view[start:end]).hexdigest()
+
+    def close(self) -> None:
+        self.view.release()
+        self._map.close()
+
+
+class Version:
+    """A version in a folder of its own. `pieces` are those whose bytes were compared with their
+    sha256, or, in a source, whose sha256 was made of them."""
+
+    def __init__(self, key: Key, folder: Path, image: Image, pieces: Iterable[Piece] = ()) -> None:
+        self.key, self.folder, self.image = key, folder, image
+        self.file = HeldFile(folder / WEIGHTS_FILE, image.nbytes)
+        self.pieces = sorted(pieces)
+        self.manifest_digest: str | None = None
+        self.bytes_from: dict[str, int] = {}
+        self.seconds = 0.0
+
+    @property
+    def ranges(self) -> list[Range]:
+        """What of the image is here."""
+        return cover(self.pieces)
+
+    @property
+    def has_all(self) -> bool:
+        return self.ranges == merge([(0, self.image.nbytes)])
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(self.file.address, tuple(self.ranges))
+
+    def add(self, piece: Piece) -> None:
+        self.pieces = sorted([*self.pieces, piece])
+
+    def report(self, with_pieces: bool) -> dict[str, Any]:
+        """What the directory is told of it."""
+        told: dict[str, Any] = {
+            "step": self.key.step,
+            "token": self.key.token,
+            "layout_digest": self.image.layout_digest,
+            "nbytes": self.image.nbytes,
+            "whole": self.has_all,
+        }
+        if with_pieces:
+            told["pieces"] = [p.to_json() for p in self.pieces]
+        return told
+
+
+def read_image(path: Path) -> Image:
+    """Of a file that begins with a header. Raises OSError, ImageInvalid."""
+    with open(path, "rb") as f:
+        length = f.read(8)
+        return Image.from_header(length + f.read(int.from_bytes(length, "little")))
+
+
+def write_header(path: Path, image: Image) -> None:
+    """Raises OSError."""
+    with open(path, "r+b") as f:
+        f.write(image.header)
