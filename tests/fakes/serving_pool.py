@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,24 +16,33 @@ import aiohttp
 from policies import token_of, write_policy
 
 from torchtitan_rl_ft.config.sections import EngineGroup, RolloutSection
+from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.ports import HOST, free_ports
 from torchtitan_rl_ft.observability.events import EventList
-from torchtitan_rl_ft.run_folder import RunFolder
+from torchtitan_rl_ft.rpc import server
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.serving.gateway import GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
+from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.serving.launch import (
     Launch,
     fingerprint,
     make_scratch,
     stream_arguments,
 )
+from torchtitan_rl_ft.serving.relays import RelaySetup
 from torchtitan_rl_ft.serving.requests import GenerateRequest
+from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.proof import EngineLayout
 from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 
 FAKE = Path(__file__).with_name("fake_sglang.py")
+FAKE_HOLDER = Path(__file__).with_name("fake_holder.py")
+TOKEN = "secret"
 
 
 @dataclass
@@ -106,6 +115,8 @@ class Pool:
     model: Path
     http: aiohttp.ClientSession
     launcher: FakeLauncher
+    url: str = ""
+    """Where its routes are, when they are served."""
 
     async def publish(
         self, step: int, *, wait: str = "all", deadline_s: float = 20.0, **policy: Any
@@ -190,9 +201,11 @@ async def open_pool(
     faults: dict[int, list[dict[str, Any]]] | None = None,
     seeded: bool = True,
     gateway_program: GatewayProgram = smg_program,
+    weights: dict[str, Any] | None = None,
     **rollout: Any,
 ) -> AsyncIterator[Pool]:
-    """A service over `engines` fake engines, open."""
+    """A service over `engines` fake engines, open. `weights`: [weights], with relays that are
+    fakes; its routes are served then."""
     folder = RunFolder(run)
     settings = RolloutSection(
         **{
@@ -209,6 +222,7 @@ async def open_pool(
     launcher = FakeLauncher(
         settings, model, folder, slot_plans(settings), faults or {}, is_seeded=seeded
     )
+    relays = None if weights is None else fake_relays(run, weights)
     async with aiohttp.ClientSession() as http:
         service = ServingService(
             settings,
@@ -217,10 +231,35 @@ async def open_pool(
             launcher,
             http,
             DiskTransport(),
+            relays=relays,
             gateway_program=gateway_program,
         )
+        pool = Pool(service, events, folder, model, http, launcher)
         await service.open()
         try:
-            yield Pool(service, events, folder, model, http, launcher)
+            if service.relays is None:
+                yield pool
+                return
+            routes = [*Routes(service, lambda: None).table()]
+            routes += HolderRoutes(service.relays.book).table()
+            pool.url, runner = await server.start(server.make_app(TOKEN, routes), grace_s=0.1)
+            try:
+                service.open_relays(pool.url)
+                yield pool
+            finally:
+                await service.close()
+                await runner.cleanup()
         finally:
             await service.close()
+
+
+def fake_relays(run: Path, weights: dict[str, Any]) -> RelaySetup:
+    section = WeightsSection(**{"memory_folder": str(run / "memory"), **weights})
+    return RelaySetup(section, "session", TOKEN, start_fake_holder)
+
+
+def start_fake_holder(
+    settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
+) -> process.Child:
+    argv = [sys.executable, str(FAKE_HOLDER), settings.to_json()]
+    return process.spawn(argv, log=log, env={**env, TOKEN_ENV: token})

@@ -109,7 +109,7 @@ async def test_a_frozen_engine_with_other_weights_does_not_serve(
         proof = pool.service._shared.targets["reference"].proof
         await engine.client.load(str(model), 3, True, 5.0)
         with pytest.raises(Exception, match="reports version 3, not None"):
-            await pool.service._shared.installer.prove_own(engine.client, proof)
+            await pool.service._shared.installers[engine.slot].prove_own(engine.client, proof)
 
 
 # Nodes ------------------------------------------------------------------------------------------

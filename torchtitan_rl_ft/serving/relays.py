@@ -60,20 +60,31 @@ class Start(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
-    """What the relays of a serving role have in common. `run_id` names their memory; it stays when
-    serving is started anew, and what they held is still there."""
+class RelaySetup:
+    """`run_id` names the relays' memory; it stays when serving is started anew, and what they held
+    is still there. `token` is the run's."""
 
     weights: WeightsSection
     run_id: str
     token: str
+    start: Start = launch.start
+
+
+@dataclass(frozen=True)
+class Site:
+    """What the relays of a serving role have in common."""
+
+    setup: RelaySetup
     folder: Callable[[], RunFolder]
     events: EventSink
     http: aiohttp.ClientSession
     changes: Changes
     book: HolderBook
-    start: Start = launch.start
     clock: Callable[[], float] = time.monotonic
+
+    @property
+    def weights(self) -> WeightsSection:
+        return self.setup.weights
 
 
 class Relay:
@@ -94,6 +105,9 @@ class Relay:
         self._serving_url = ""
         self._fetching = asyncio.Lock()
         self._held: dict[Key, Fetched] = {}
+        self.invalid: dict[Key, str] = {}
+        """Versions that are not what was announced, as it has said."""
+
         self.problem = ""
         """Why the last fetch failed; empty after one that did not."""
 
@@ -119,7 +133,7 @@ class Relay:
         return HolderSettings(
             self.name,
             "relay",
-            self._site.run_id,
+            self._site.setup.run_id,
             self._site.weights,
             ProcessId.current(),
             serving_url=self._serving_url,
@@ -127,9 +141,8 @@ class Relay:
 
     def start(self, log: Path) -> process.Child:
         """Raises OSError."""
-        return self._site.start(
-            self.settings, token=self._site.token, log=log, env=dict(os.environ)
-        )
+        setup = self._site.setup
+        return setup.start(self.settings, token=setup.token, log=log, env=dict(os.environ))
 
     async def attend(self, child: process.Child) -> str:
         """Ready at its first report; why it has to be replaced."""
@@ -198,7 +211,7 @@ class Relay:
                 self.problem = f"{self.name} is not up"
                 await site.changes.next(LOOK_S)
             else:
-                client = HolderClient(site.http, self._url, site.token)
+                client = HolderClient(site.http, self._url, site.setup.token)
                 asking = asyncio.create_task(
                     client.fetch(
                         wanted.key, wanted.layout_digest, wanted.nbytes, left_s, manifest_digest
@@ -230,10 +243,12 @@ class Relay:
         if error.status == SUPERSEDED:
             raise FetchSuperseded(f"{wanted.key} is superseded") from error
         if error.status in REFUSED:
+            self.invalid[wanted.key] = self.problem
             raise WeightsInvalid(self.problem) from error
 
     def _fetched(self, wanted: Wanted, fetched: Fetched) -> Fetched:
         self.problem = ""
+        self.invalid.pop(wanted.key, None)
         if wanted.key not in self._held:
             self._site.events.emit(
                 Kind.FETCH,
@@ -294,6 +309,10 @@ class Relays:
         self.site = site
         self._relays = [Relay(i, site) for i in range(site.weights.holders)]
 
+    @property
+    def book(self) -> HolderBook:
+        return self.site.book
+
     def of_engine(self, slot: int) -> Relay:
         return self._relays[slot % len(self._relays)]
 
@@ -315,8 +334,8 @@ class Relays:
 
     def remove_memory(self) -> None:
         """Of relays that have ended for good."""
-        weights = self.site.weights
-        shutil.rmtree(run_memory(weights.memory_folder, self.site.run_id), ignore_errors=True)
+        setup = self.site.setup
+        shutil.rmtree(run_memory(setup.weights.memory_folder, setup.run_id), ignore_errors=True)
 
     def holding(self, key: Key) -> dict[str, Fetched]:
         """Relays that hold a version, by name."""
@@ -324,13 +343,28 @@ class Relays:
         return {name: fetched for name, fetched in found.items() if fetched is not None}
 
     async def first(self, key: Key, deadline_s: float) -> Fetched:
-        """As soon as a relay holds it. Raises TransportFailed, WeightsLost."""
-        await self.site.changes.wait_until(lambda: bool(self.holding(key)), deadline_s)
-        if not (holding := self.holding(key)):
-            problems = "; ".join(r.problem for r in self._relays if r.problem)
-            raise TransportFailed(
-                f"no relay got {key} within {deadline_s:g} s: {problems or 'they are at it'}"
-            )
+        """As soon as a relay holds it; it is the newest wanted one. Raises TransportFailed,
+        WeightsLost, WeightsInvalid when it is not what was announced."""
+        clock = self.site.clock
+        end, lost_at = clock() + deadline_s, math.inf
+        for relay in self._relays:
+            relay.invalid.pop(key, None)
+        while not (holding := self.holding(key)):
+            now = clock()
+            if now >= end:
+                problems = "; ".join(r.problem for r in self._relays if r.problem)
+                raise TransportFailed(
+                    f"no relay got {key} within {deadline_s:g} s: {problems or 'they are at it'}"
+                )
+            if all(key in r.invalid for r in self._relays):
+                raise WeightsInvalid(self._relays[0].invalid[key])
+            if not all(self.book.is_lost(key, r.name) for r in self._relays):
+                lost_at = math.inf
+            elif now >= lost_at:
+                raise WeightsLost(f"no holder has {key}")
+            else:
+                lost_at = min(lost_at, now + LOST_S)
+            await self.site.changes.next(LOOK_S)
         return next(iter(holding.values()))
 
     async def all(self, key: Key, deadline_s: float) -> list[str]:

@@ -16,7 +16,7 @@ from torchtitan_rl_ft.serving.answers import Answer, Told
 from torchtitan_rl_ft.serving.memory import ReleaseFailed
 from torchtitan_rl_ft.serving.ownership import NotOwner, Ownership
 from torchtitan_rl_ft.serving.progress import Account, Progress
-from torchtitan_rl_ft.serving.releases import PublishLate, PublishRefused
+from torchtitan_rl_ft.serving.releases import Announcement, PublishLate, PublishRefused
 from torchtitan_rl_ft.serving.requests import GenerateRequest, Held
 from torchtitan_rl_ft.serving.service import NotColocated, ServingService
 
@@ -65,22 +65,47 @@ class Routes:
 
         try:
             permit()
-            version, installed = await self._service.publish(
-                _field(body, "step", int),
-                _field(body, "token", str),
-                Path(_field(body, "path", str)),
-                _field(body, "manifest_digest", str),
-                wait,
-                _number(body, "deadline_s"),
-                permit,
-            )
+            answer = await self._publish(body, wait, permit)
         except (PublishRefused, NotOwner) as e:
             raise RequestError(409, str(e)) from e
         except PublishLate as e:
             raise RequestError(503, str(e)) from e
         if ownership is not None:
             await ownership.published(attempt)
-        return web.json_response({"version": version, "installed": installed})
+        return web.json_response(answer)
+
+    async def _publish(
+        self, body: dict[str, Any], wait: str, permit: Callable[[], None]
+    ) -> dict[str, Any]:
+        step, token = _field(body, "step", int), _field(body, "token", str)
+        deadline_s = _number(body, "deadline_s")
+        if "path" in body:
+            version, installed = await self._service.publish(
+                step,
+                token,
+                Path(_field(body, "path", str)),
+                _field(body, "manifest_digest", str),
+                wait,
+                deadline_s,
+                permit,
+            )
+            return {"version": version, "installed": installed}
+        asked = Announcement(
+            step,
+            token,
+            None,
+            "",
+            permit,
+            _field(body, "layout_digest", str),
+            _positive(body, "nbytes"),
+        )
+        wait_relays = body.get("wait_relays", "first")
+        if wait_relays not in ("first", "all"):
+            raise RequestError(400, f"wait_relays is {wait_relays!r}: first or all")
+        version, installed, relays = await self._service.publish_image(
+            asked, wait, wait_relays, deadline_s
+        )
+        return {"version": version, "installed": installed, "relays": relays}
 
     async def version(self, request: web.Request) -> web.Response:
         try:
@@ -94,10 +119,10 @@ class Routes:
             answer = await self._service.wait_version(after, 0.0)
             awaits = self._ownership.awaits_publish if self._ownership is not None else None
             return web.json_response({**answer, "serving": 0, "awaits_publish": awaits})
-        if (damaged := self._service.pool.damaged) is not None:
+        if (awaits := self._service.awaits_publish) is not None:
             # Its trainer writes the same state once more.
             answer = await self._service.wait_version(after, min(timeout_s, CLOSED_POLL_S))
-            return web.json_response({**answer, "awaits_publish": f"damaged version {damaged}"})
+            return web.json_response({**answer, "awaits_publish": awaits})
         return web.json_response(await self._service.wait_version(after, timeout_s))
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -241,6 +266,12 @@ def _number(body: dict[str, Any], name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise RequestError(400, f"{name} is missing or no positive number")
     return float(value)
+
+
+def _positive(body: dict[str, Any], name: str) -> int:
+    if (value := _field(body, name, int)) <= 0:
+        raise RequestError(400, f"{name} is {value}: a positive number")
+    return value
 
 
 def _integers(body: dict[str, Any], name: str) -> list[int]:

@@ -22,6 +22,7 @@ from torchtitan_rl_ft.serving.adoption import Inheritance, inherit
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.continuation import can_continue, stop_tokens
 from torchtitan_rl_ft.serving.deregistration import Deregistration
+from torchtitan_rl_ft.serving.directory import Directory
 from torchtitan_rl_ft.serving.duties import Duty
 from torchtitan_rl_ft.serving.engine_process import end_recorded
 from torchtitan_rl_ft.serving.engine_records import EngineRecords
@@ -29,6 +30,7 @@ from torchtitan_rl_ft.serving.gateway import Gateway, GatewayProgram, smg_progra
 from torchtitan_rl_ft.serving.groups import GroupUnknown, chosen, slot_plans
 from torchtitan_rl_ft.serving.health_times import HealthTimes, limits_of
 from torchtitan_rl_ft.serving.held_versions import highest_held
+from torchtitan_rl_ft.serving.holder_book import HolderBook
 from torchtitan_rl_ft.serving.launch import Launcher
 from torchtitan_rl_ft.serving.lending import Lending
 from torchtitan_rl_ft.serving.loans import FILE_NAME as LOANS_FILE
@@ -36,6 +38,7 @@ from torchtitan_rl_ft.serving.loans import Loans
 from torchtitan_rl_ft.serving.pool import EnginePool, PoolFailed
 from torchtitan_rl_ft.serving.prober import Prober
 from torchtitan_rl_ft.serving.progress import Progress
+from torchtitan_rl_ft.serving.relays import Relays, RelaySetup, Site
 from torchtitan_rl_ft.serving.releases import Announcement, Releases
 from torchtitan_rl_ft.serving.requests import GenerateRequest, RequestRejected
 from torchtitan_rl_ft.serving.router import Router
@@ -46,6 +49,7 @@ from torchtitan_rl_ft.weights.manifest import WeightsInvalid, checkpoint_manifes
 from torchtitan_rl_ft.weights.proof import derive_proof
 from torchtitan_rl_ft.weights.reading import read_in_thread
 from torchtitan_rl_ft.weights.transports.base import Release, WeightTransport
+from torchtitan_rl_ft.weights.transports.nixl import NixlTransport
 
 MAX_SEED = 2**31 - 1
 
@@ -67,10 +71,12 @@ class ServingService:
         transport: WeightTransport,
         *,
         engines_file: Path | None = None,
+        relays: RelaySetup | None = None,
         gateway_program: GatewayProgram = smg_program,
         randomness: random.Random | None = None,
     ) -> None:
-        """`engines_file`: where engines are recorded; None: in the run folder."""
+        """`engines_file`: where engines are recorded; None: in the run folder. `relays`: weights
+        come from holders too; else from `transport` alone."""
         self._rollout, self._events, self._launcher = rollout, events, launcher
         self._groups = engine_groups(rollout)
         self._random = randomness or random.SystemRandom()
@@ -78,17 +84,19 @@ class ServingService:
         self.admission = Admission()
         self._changes = Changes()
         self._gateway_runs: list[asyncio.Task[None]] = []
+        self._relay_runs: list[asyncio.Task[None]] = []
         self._frozen: list[asyncio.Task[None]] = []
         self._closing: asyncio.Task[None] | None = None
         self._records = EngineRecords(engines_file or folder.path / "serving" / "engines.json")
+        plans = slot_plans(rollout)
         self._shared = Shared(
             rollout=rollout,
-            plans=slot_plans(rollout),
+            plans=plans,
             folder=folder,
             events=events,
             launcher=launcher,
             http=http,
-            installer=Installer(transport, rollout.pause_mode, rollout.install_timeout_s),
+            installers={},
             prober=Prober(
                 limits_of(rollout),
                 events,
@@ -100,7 +108,11 @@ class ServingService:
         self.pool = EnginePool(self._shared)
         self._loans = Loans(self._records.path.with_name(LOANS_FILE))
         self.lending = Lending(self.pool.slots, self._shared, self._loans)
-        self._releases = Releases(self._shared, self.pool)
+        self.relays = self._make_relays(relays) if relays is not None else None
+        self._releases = Releases(self._shared, self.pool, self.relays)
+        if self.relays is not None:
+            self.relays.book.needed = self._releases.needed
+        self._shared.installers = {p.slot: self._installer(p.slot, transport) for p in plans}
         self.gateway = self._make_gateway(gateway_program) if rollout.router == "smg" else None
         self._router = Router(
             self.pool,
@@ -111,6 +123,18 @@ class ServingService:
             {g.name: stop_tokens(launcher.model_path(g)) for g in self._groups},
             self.gateway,
         )
+
+    def _make_relays(self, setup: RelaySetup) -> Relays:
+        shared = self._shared
+        book = HolderBook(Directory(setup.weights.fetch_timeout_s), shared.events, shared.changes)
+        return Relays(
+            Site(setup, lambda: shared.folder, shared.events, shared.http, shared.changes, book)
+        )
+
+    def _installer(self, slot: int, transport: WeightTransport) -> Installer:
+        if self.relays is not None:
+            transport = NixlTransport(self.relays.of_engine(slot))
+        return Installer(transport, self._rollout.pause_mode, self._rollout.install_timeout_s)
 
     def _make_gateway(self, program: GatewayProgram) -> Gateway:
         """In front of the engines of the policy."""
@@ -147,6 +171,14 @@ class ServingService:
         await self._releases.number_above(held)
         self.pool.open(found.adopted, memory_lent=found.memory_lent, loans=loans)
         await self.lending.reclaim(attempt)
+
+    def open_relays(self, url: str) -> None:
+        """Start them, and get back what an earlier serving role had in memory. They report to
+        `url`, where this role answers now."""
+        runs = [self._releases.restore()]
+        if self.relays is not None:
+            runs.append(self.relays.run(url))
+        self._relay_runs = [asyncio.create_task(run) for run in runs]
 
     async def save_records(self) -> None:
         """Write down again what engines hold: somebody has removed it. Raises OSError."""
@@ -206,14 +238,16 @@ class ServingService:
         for task in self._frozen:
             task.cancel()
         await self.pool.close()
-        for task in self._gateway_runs:  # to the end: engines leave its list first
+        for task in (*self._gateway_runs, *self._relay_runs):  # engines leave the list first
             task.cancel()
-        await asyncio.gather(*self._gateway_runs, return_exceptions=True)
+        await asyncio.gather(*self._gateway_runs, *self._relay_runs, return_exceptions=True)
+        if self.relays is not None:
+            await asyncio.to_thread(self.relays.remove_memory)
 
     async def run_until_failed(self) -> None:
-        """Raises PoolFailed, GatewayFailed."""
+        """Raises PoolFailed, GatewayFailed, ChildFailed."""
         failing = asyncio.create_task(self.pool.run_until_failed())
-        running = {failing, *self._frozen, *self._gateway_runs}
+        running = {failing, *self._frozen, *self._gateway_runs, *self._relay_runs}
         try:
             while True:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -242,8 +276,39 @@ class ServingService:
     @property
     def version(self) -> int:
         """The version that engines are required to hold; 0 before the first publish."""
+        return self._release.version if self._release is not None else 0
+
+    @property
+    def _release(self) -> Release | None:
+        """The required one, or the one that is to be it again."""
         target = self.pool.target
-        return target.release.version if target is not None else 0
+        return target.release if target is not None else self._releases.restoring
+
+    @property
+    def awaits_publish(self) -> str | None:
+        """Why the trainer's last publish is wanted again, or None."""
+        if (damaged := self.pool.damaged) is not None:
+            return f"damaged version {damaged}"
+        if (lost := self._releases.lost) is not None:
+            return f"lost version {lost}"
+        return None
+
+    async def publish_image(
+        self,
+        asked: Announcement,
+        wait: str,
+        wait_relays: str,
+        deadline_s: float,
+    ) -> tuple[int, list[int], list[str]]:
+        """As `publish`, of a state that holders have. Once a relay holds it, the answer may come;
+        with `wait_relays` "all" once all do. Returns the names of those that do, too."""
+        end = time.monotonic() + deadline_s
+        version, _ = await self._publish(asked, "none", deadline_s)
+        assert self.relays is not None
+        if wait_relays == "all":
+            await self.relays.all(asked.key, end - time.monotonic())
+        slots = await self._installed(version, wait, end)
+        return version, slots, sorted(self.relays.holding(asked.key))
 
     async def publish(
         self,
@@ -262,11 +327,18 @@ class ServingService:
         gets the same version. `permit` raises when the caller may not publish any more. Raises
         PublishRefused, PublishLate, and what `permit` raises.
         """
+        asked = Announcement(step, token, path, manifest_digest, permit)
+        return await self._publish(asked, wait, deadline_s)
+
+    async def _publish(
+        self, asked: Announcement, wait: str, deadline_s: float
+    ) -> tuple[int, list[int]]:
         end = time.monotonic() + deadline_s
-        target = await self._releases.release(
-            Announcement(step, token, path, manifest_digest, permit), deadline_s
-        )
-        version = target.release.version
+        version = (await self._releases.release(asked, deadline_s)).release.version
+        return version, await self._installed(version, wait, end)
+
+    async def _installed(self, version: int, wait: str, end: float) -> list[int]:
+        """The slots that serve it once `wait` is met, or at `end`."""
         if wait == "first":
             await self._changes.wait_until(
                 lambda: bool(self.pool.serving(version)), end - time.monotonic()
@@ -276,7 +348,7 @@ class ServingService:
                 lambda: self._superseded(version) or self.pool.all_current(version),
                 end - time.monotonic(),
             )
-        return version, sorted(e.slot for e in self.pool.serving(version))
+        return sorted(e.slot for e in self.pool.serving(version))
 
     def _superseded(self, version: int) -> bool:
         target = self.pool.target
@@ -294,10 +366,8 @@ class ServingService:
             )
 
         await self._changes.wait_until(served, timeout_s)
-        target = self.pool.target
-        if target is None:
+        if (release := self._release) is None:
             return {"version": 0, "step": None, "token": None, "serving": 0}
-        release = target.release
         return {
             "version": release.version,
             "step": release.step,
@@ -368,13 +438,15 @@ class ServingService:
     # Status ---------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        target = self.pool.target
+        target, release = self.pool.target, self._release
         return {
             "version": self.version,
-            "step": target.release.step if target is not None else None,
+            "step": release.step if release is not None else None,
             "proof": target.proof.kind if target is not None else None,
             "groups": self.pool.groups(),
             "gateway": self.gateway.to_json() if self.gateway is not None else None,
+            "transport": "disk" if self.relays is None else "nixl",
+            "relays": [] if self.relays is None else self.relays.to_json(),
             "engines": [slot.to_json() for slot in self.pool.slots],
             "in_flight": sum(e.in_flight for e in self.pool.engines),
             "drawn_tokens": self._router.drawn_tokens,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -43,7 +43,9 @@ class Shared:
     events: EventSink
     launcher: Launcher
     http: aiohttp.ClientSession
-    installer: Installer
+    installers: Mapping[int, Installer]
+    """Slot -> what gives its engines versions, by the transport of its node."""
+
     prober: Prober
     records: EngineRecords
     changes: Changes

@@ -17,7 +17,7 @@ from torchtitan_rl_ft.serving.states import EngineState
 from torchtitan_rl_ft.weights.installer import Installed, InstallFailed
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
 from torchtitan_rl_ft.weights.proof import Proof
-from torchtitan_rl_ft.weights.transports.base import TransportFailed
+from torchtitan_rl_ft.weights.transports.base import TransportFailed, WeightsLost
 
 INSTALL_TRIES = 2
 """Failures in a row that mean that the engine has to go."""
@@ -51,18 +51,19 @@ async def update(engine: Engine, target: Target, shared: Shared) -> None:
     try:
         await _prove_or_install(engine, target, shared)
     except WeightsInvalid as e:
-        _tell_damage(engine, target, shared, str(e))
+        _tell_damage(engine, target, shared, e)
         await shared.changes.wait_until(
             lambda: shared.target_for(engine.plan) is not target, DAMAGED_RECHECK_S
         )
 
 
-def _tell_damage(engine: Engine, target: Target, shared: Shared, cause: str) -> None:
+def _tell_damage(engine: Engine, target: Target, shared: Shared, error: WeightsInvalid) -> None:
     """Once for each engine: it looks again and again."""
     version = target.release.version
     if engine.damage_told != version:
         engine.damage_told = version
-        cause = f"version {version} is damaged: {cause}"
+        lost = isinstance(error, WeightsLost)
+        cause = f"version {version} is {'lost' if lost else 'damaged'}: {error}"
         shared.events.emit(Kind.FAULT, cause=cause, version=version, subject=engine.name)
     shared.damaged = version
     shared.changes.notify()
@@ -70,7 +71,7 @@ def _tell_damage(engine: Engine, target: Target, shared: Shared, cause: str) -> 
 
 async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> None:
     """Raises Retire, WeightsInvalid."""
-    release, installer = target.release, shared.installer
+    release, installer = target.release, shared.installers[engine.slot]
     proof = target.proof if engine.same_layout else Proof(target.proof.model_digest, None)
     if engine.unproved:
         engine.unproved = False
@@ -112,7 +113,7 @@ async def _show(engine: Engine, target: Target, shared: Shared) -> None:
     async with quiet(engine, shared.rollout.install_timeout_s):
         engine.move(EngineState.INSTALLING, "shows what it has loaded")
         try:
-            await shared.installer.prove_own(engine.client, target.proof)
+            await shared.installers[engine.slot].prove_own(engine.client, target.proof)
         except ENGINE_ERRORS as e:
             raise Retire(f"does not hold the checkpoint in {target.release.path}: {e}") from e
         engine.version, engine.digest = target.release.version, target.proof.model_digest
@@ -168,7 +169,7 @@ def _announce(engine: Engine, target: Target, took: Installed, shared: Shared) -
         slot=engine.slot,
         subject=engine.name,
         proof=target.proof.kind if engine.same_layout else "witness",
-        transport=shared.installer.transport,
+        transport=release.transport,
         load_ms=round(took.load_s * 1000, 1),
         prove_ms=round(took.prove_s * 1000, 1),
         paused_ms=round(took.paused_s * 1000, 1),

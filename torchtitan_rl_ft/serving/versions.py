@@ -58,9 +58,22 @@ class VersionStore:
                 return release
         return None
 
-    def add(self, step: int, token: str, path: Path, manifest_digest: str) -> Release:
-        """A release with the next number, durable when this returns."""
-        release = Release(self._next, step, token, str(path), manifest_digest)
+    def of(self, version: int) -> Release | None:
+        return next((r for r in self._releases if r.version == version), None)
+
+    def add(
+        self,
+        step: int,
+        token: str,
+        path: Path | None,
+        manifest_digest: str,
+        layout_digest: str = "",
+        nbytes: int = 0,
+    ) -> Release:
+        """A release with the next number, durable when this returns. Without a path it is in the
+        memory of holders, as an image of that layout and size."""
+        where = "" if path is None else str(path)
+        release = Release(self._next, step, token, where, manifest_digest, layout_digest, nbytes)
         self._next += 1
         self._releases.append(release)
         self._write()
@@ -68,7 +81,8 @@ class VersionStore:
 
     def prune(self, needed: Iterable[int]) -> list[Release]:
         """Forget releases that are neither among the newest nor `needed`, and remove their
-        folders. A folder outside the run's own weights is left alone."""
+        folders. A folder outside the run's own weights is left alone; holders use the memory of
+        what nobody needs again by themselves."""
         keep = {r.version for r in self._releases[-KEPT_RELEASES:]} | set(needed)
         gone = [r for r in self._releases if r.version not in keep]
         if not gone:
@@ -78,7 +92,8 @@ class VersionStore:
         kept_paths = {r.path for r in self._releases}
         for release in gone:
             path = Path(release.path)
-            if release.path not in kept_paths and path.parent == self._folder:
+            ours = bool(release.path) and path.parent == self._folder
+            if ours and release.path not in kept_paths:
                 # Without its manifest the folder is incomplete, whatever happens next.
                 (path / MANIFEST_FILE).unlink(missing_ok=True)
                 shutil.rmtree(path, ignore_errors=True)

@@ -66,11 +66,6 @@ class Installer:
         self._timeout_s, self._clock = timeout_s, clock
 
     @property
-    def transport(self) -> str:
-        """Name of the transport in use."""
-        return self._transport.name
-
-    @property
     def _flushes(self) -> bool:
         """What the prefix cache holds is of the old weights, and an engine has to confirm that it
         is gone. In place, running requests keep their cache, so it cannot be flushed; the engine
