@@ -29,6 +29,8 @@ COMMAND_LINE = "command line"
 REGISTRY = "registry "
 LOWERED = ", lowered so that the layout can split the batch, from "
 AUTOMATIC = "automatic: "
+CHOSEN = "chosen at the start: "
+"""For the whole job; it is not derived anew, as what is automatic is."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Resolved:
     """section -> key -> value, of every section."""
 
     origins: dict[str, str]
-    """"section.key" -> "default", "registry module:function", "file:line", "command line" or
-    "automatic: why"."""
+    """"section.key" -> "default", "registry module:function", "file:line", "command line",
+    "automatic: why" or "chosen at the start: why"."""
 
     missing: tuple[str, ...] = ()
     """Keys that another version of this package has not written, or with another type: they have
@@ -90,7 +92,7 @@ class Resolved:
         return [
             f"{path} = {self.get(path)!r} ({origin})"
             for path, origin in self.origins.items()
-            if origin.startswith(AUTOMATIC)
+            if origin.startswith((AUTOMATIC, CHOSEN))
         ]
 
     def get(self, path: str) -> Any:
@@ -101,7 +103,7 @@ class Resolved:
     def given(self, path: str) -> bool:
         """True when a person set the value, in the TOML or on the command line."""
         origin = self.origins[path]
-        return origin != DEFAULT and not origin.startswith((REGISTRY, AUTOMATIC))
+        return origin != DEFAULT and not origin.startswith((REGISTRY, AUTOMATIC, CHOSEN))
 
     def where(self, path: str) -> str:
         """`section.key = value (origin)`, for messages."""
@@ -112,6 +114,14 @@ class Resolved:
         values, origins = copy.deepcopy(self.values), dict(self.origins)
         _put_overrides(values, origins, overrides)
         return _finished(values, origins)
+
+    def with_choice(self, path: str, value: Any, why: str) -> Resolved:
+        """The same job with a value that was left to its start."""
+        values, origins = copy.deepcopy(self.values), dict(self.origins)
+        section, _, key = path.partition(".")
+        values[section][key] = value
+        origins[path] = f"{CHOSEN}{why}"
+        return Resolved(values, origins)
 
     def write(self, folder: RunFolder | None = None) -> Path:
         """Write `config.resolved.json` into the run folder and return its path."""
