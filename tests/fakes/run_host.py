@@ -1,5 +1,6 @@
 """The other roles of a run for trainer tests: a real ledger with made-up batches, and a serving
-that only counts versions. Real SGLang and rollouts are in the integration tests of the whole job.
+that only counts versions, and reads them where sources hold them. Real SGLang and rollouts are in
+the integration tests of the whole job.
 
     python tests/fakes/run_host.py RUN_FOLDER --steps 8 [--ahead 4] [--seed 0]
 """
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import ctypes
 import itertools
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,11 @@ from torchtitan_rl_ft.journal.service import routes
 from torchtitan_rl_ft.journal.store import Journal, NewGroup
 from torchtitan_rl_ft.observability.events import EventLog
 from torchtitan_rl_ft.roles.exits import exits_of
-from torchtitan_rl_ft.rpc.server import make_app, start
+from torchtitan_rl_ft.rpc.server import error_response, make_app, start
 from torchtitan_rl_ft.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).parent))
+from source_reader import SourceReader  # noqa: E402
 
 VOCAB = 16
 LAST_STEP = "last_step"
@@ -111,15 +116,20 @@ async def host(run: RunFolder, args: argparse.Namespace) -> None:
     )
     versions: dict[tuple[int, str], int] = {}
     counter = itertools.count(1)
+    reader = SourceReader(run, resolved.sections.weights, events)
 
     async def publish(request: web.Request) -> web.Response:
         body = await request.json()
-        assert (Path(body["path"]) / "manifest.json").exists()
+        if "path" in body:
+            assert (Path(body["path"]) / "manifest.json").exists()
+        elif await reader.fetch(body) is None:
+            return error_response(503, "no source has all of it")
         version = versions.setdefault((body["step"], body["token"]), 0) or next(counter)
         versions[(body["step"], body["token"])] = version
         return web.json_response({"version": version, "installed": []})
 
-    app = make_app(run.token(), [*routes(ledger), web.post("/v1/publish", publish)])
+    own = [web.post("/v1/publish", publish), *reader.routes()]
+    app = make_app(run.token(), [*routes(ledger), *own])
     url, runner = await start(app)
     run.register("rollout", url)
     run.register("serving", url)

@@ -2,7 +2,8 @@
 
 The product knows nothing of it: the probe wraps the trainer from outside and appends to
 RUN/probe-<replica>.<rank>.jsonl, one line per step: step, token, digests, learning rates.
-PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much forward.
+PROBE_CLOCK_SKEW_S in its environment sets the clocks of its process that much forward;
+PROBE_POLICY adds the digest of the whole model.
 
 What a test asks of this rank is in RUN/order-<replica>.<rank>, JSON: {"act": "kill" | "stop" |
 "sleep" | "hold" | "fail" | "raise", "point": "reduce", "step": 0, "sleep_s": 6}: the rank does it
@@ -41,6 +42,7 @@ import step_probe  # noqa: E402
 import torch  # noqa: E402
 import trainer_fault  # noqa: E402
 import window_probe  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torchft import ProcessGroupGloo  # noqa: E402
 
 from torchtitan_rl_ft.replica.state_transport import StateTransport  # noqa: E402
@@ -48,6 +50,7 @@ from torchtitan_rl_ft.trainer import entry  # noqa: E402
 from torchtitan_rl_ft.trainer.presence import PhaseClock  # noqa: E402
 from torchtitan_rl_ft.trainer.rl_trainer import RLFaultTolerantTrainer  # noqa: E402
 from torchtitan_rl_ft.trainer.stepper import HealFailed  # noqa: E402
+from torchtitan_rl_ft.weights.publisher import image_of  # noqa: E402
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -143,6 +146,17 @@ def held(trainer: RLFaultTolerantTrainer) -> dict:
     }
 
 
+def policy(trainer: RLFaultTolerantTrainer) -> str:
+    """sha256 of the model as a safetensors file has it, gathered by DTensor itself."""
+    state = {k: v for part in trainer.model_parts for k, v in part.state_dict().items()}
+    tensors = trainer._adapter.to_hf(state)
+    wholes = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+    digest = hashlib.sha256(image_of(wholes, None).header)
+    for name in sorted(wholes):
+        digest.update(wholes[name].detach().contiguous().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def probe_commits() -> None:
     committed = RLFaultTolerantTrainer.committed
 
@@ -150,6 +164,8 @@ def probe_commits() -> None:
         committed(self, *args, **kwargs)
         manager_step = self.ft_manager._manager.current_step()
         seen = {"manager_step": manager_step, "draws": list(checkpoint_probe.draws)}
+        if "PROBE_POLICY" in os.environ:
+            seen["policy"] = policy(self)
         append(self, "probe", {**held(self), **seen})
 
     RLFaultTolerantTrainer.committed = probed
