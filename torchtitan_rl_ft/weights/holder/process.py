@@ -71,7 +71,7 @@ async def serve(settings: HolderSettings, token: str) -> None:
 
         reporter = Reporter(settings, directory, shelf)
         fetches = Fetches(shelf, make_fetch)
-        routes = Routes(settings, version, shelf, pusher, fetches, reporter, pushes)
+        routes = Routes(settings, version, shelf, pusher, fetches, reporter, receiver, pushes)
         app = server.make_app(token, routes.table())
         url, runner = await server.start(app, settings.weights.host)
         stack.push_async_callback(runner.cleanup)

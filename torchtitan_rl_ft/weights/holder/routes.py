@@ -21,6 +21,7 @@ from torchtitan_rl_ft.weights.holder.fetch import FetchFailed, OtherPolicy, Wish
 from torchtitan_rl_ft.weights.holder.fetches import Fetches
 from torchtitan_rl_ft.weights.holder.files import NoMemory
 from torchtitan_rl_ft.weights.holder.push import PushBusy, Pusher, PushFailed
+from torchtitan_rl_ft.weights.holder.receive import Receiver
 from torchtitan_rl_ft.weights.holder.reporter import Reporter
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.holder.shelf import NotReserved, Shelf
@@ -41,11 +42,12 @@ class Routes:
         pusher: Pusher,
         fetches: Fetches,
         reporter: Reporter,
+        receiver: Receiver,
         pushes: Executor,
     ) -> None:
         self._settings, self._nixl = settings, nixl
         self._shelf, self._pusher, self._fetches = shelf, pusher, fetches
-        self._reporter, self._pushes = reporter, pushes
+        self._reporter, self._receiver, self._pushes = reporter, receiver, pushes
 
     def table(self) -> list[web.RouteDef]:
         own = {
@@ -200,6 +202,7 @@ class Routes:
 
     async def status(self, request: web.Request) -> web.Response:
         process = psutil.Process()
+        memory = process.memory_info()
         return web.json_response(
             {
                 "name": self._settings.name,
@@ -207,12 +210,13 @@ class Routes:
                 "nixl": self._nixl,
                 "held": [v.report(with_pieces=False) for v in self._shelf.held],
                 "pushes": self._pusher.counts(),
-                "fetches": self._fetches.counts(),
+                "fetches": {**self._fetches.counts(), "abandoned": self._receiver.abandoned},
                 "process": {
                     "pid": os.getpid(),
                     "descriptors": process.num_fds(),
                     "threads": process.num_threads(),
-                    "rss_bytes": process.memory_info().rss,
+                    "rss_bytes": memory.rss,
+                    "private_bytes": memory.rss - memory.shared,
                 },
             }
         )
