@@ -104,9 +104,6 @@ PATH_KEYS = frozenset(
 )
 """Compared as absolute paths."""
 
-CHOSEN_KEY = "rollout.weight_transport"
-"""Frozen, but no part of a name: it may be chosen by what the session of that name has."""
-
 _HASHED_SECTIONS = ("model", "rl", "rollout")
 
 
@@ -161,11 +158,7 @@ def _first_rule(job: Job) -> Identity:
     if job.get("checkpoint.enable"):
         folder = job.run_folder.path / str(job.get("checkpoint.folder"))
         return _named("checkpoint", "checkpoint folder", _absolute(str(folder)))
-    hashed = {
-        k: v
-        for k, v in frozen(job).items()
-        if k.partition(".")[0] in _HASHED_SECTIONS and k != CHOSEN_KEY
-    }
+    hashed = {k: v for k, v in frozen(job).items() if k.partition(".")[0] in _HASHED_SECTIONS}
     digest = hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()[:16]
     return Identity(f"config-{digest}", "hash of model and rollout configuration")
 
