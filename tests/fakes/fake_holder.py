@@ -34,6 +34,7 @@ from aiohttp import web
 
 from torchtitan_rl_ft.rpc.server import RequestError, json_body, make_app, start
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, ProcessId, RunFolder
+from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import (
@@ -150,10 +151,8 @@ class FakeHolder:
         data = (folder / WEIGHTS_FILE).read_bytes()
         if data[: len(image.header)] != image.header:
             raise ValueError(f"{folder} holds no canonical image")
-        import hashlib
-
         self._pieces[key] = [
-            Piece(a, b, hashlib.sha256(data[a:b]).hexdigest())
+            Piece(a, b, piece_digest(data[a:b]))
             for a, b in cut(image, [(0, image.nbytes)], 1 << 16)
         ]
         self._images[key], self._folders[key] = image, folder

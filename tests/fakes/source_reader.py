@@ -20,6 +20,7 @@ from torchtitan_rl_ft.serving.directory import Directory
 from torchtitan_rl_ft.serving.holder_book import HolderBook
 from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.trainer.source import sources_run_id
+from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.holder.settings import Key, run_memory
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE
 from torchtitan_rl_ft.weights.pieces import Piece, cover, piece_from_json
@@ -85,7 +86,7 @@ class SourceReader:
                 return None
             for piece in pieces:
                 part = whole[piece.start : piece.end]
-                if hashlib.sha256(part).hexdigest() != piece.sha256:
+                if piece_digest(part) != piece.digest:
                     return None
                 data[piece.start : piece.end] = part
         return bytes(data)

@@ -26,12 +26,13 @@ from torchtitan_rl_ft.serving.holder_book import HolderBook
 from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import Fetched, HolderClient
+from torchtitan_rl_ft.weights.holder.files import remove_run
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, Kind
 from torchtitan_rl_ft.weights.image import Image
 from torchtitan_rl_ft.weights.pieces import Range
 
 TOKEN = "secret of the run"
-READY_S = 30.0
+READY_S = 120.0
 
 
 class NoEvents:
@@ -102,7 +103,7 @@ class Site:
     ) -> None:
         self.folder, self.book, self.url = folder, book, url
         self.http = http
-        self.holders: list[Holder] = []
+        self.children: list[Child] = []
         self.weights = WeightsSection(piece_mb=1, stall_timeout_s=2.0, fetch_timeout_s=30.0)
         self.run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
 
@@ -119,14 +120,13 @@ class Site:
         )
         log = self.folder / f"{name}.log"
         child = launch.start(settings, token=TOKEN, log=log, env={**os.environ, **(env or {})})
+        self.children.append(child)
         end_s = time.monotonic() + READY_S
         while (found := launch.address(settings)) is None or found.pid != child.pid:
             assert child.returncode is None, log.read_text()
             assert time.monotonic() < end_s, log.read_text()
             await asyncio.sleep(0.02)
-        holder = Holder(settings, child, HolderClient(self.http, found.url, TOKEN))
-        self.holders.append(holder)
-        return holder
+        return Holder(settings, child, HolderClient(self.http, found.url, TOKEN))
 
     async def offer(
         self, source: Holder, policy: Policy, ranges: list[Range] | None = None
@@ -181,10 +181,8 @@ async def holder_site(folder: Path) -> AsyncIterator[Site]:
         try:
             yield site
         finally:
-            for holder in site.holders:
-                holder.kill()
-                await holder.child.wait()
-            from torchtitan_rl_ft.weights.holder.files import remove_run
-
+            for child in site.children:
+                child.send(signal.SIGKILL)
+                await child.wait()
             remove_run(site.weights.memory_folder, site.run_id)
             await runner.cleanup()

@@ -11,6 +11,8 @@ from torchtitan_rl_ft.weights.manifest import read_and_verify
 
 pytest.importorskip("nixl_cu13")
 
+pytestmark = [pytest.mark.row("D10"), pytest.mark.timeout(180)]
+
 OVER = pytest.mark.parametrize("tls", ["", "tcp"], ids=["default", "tcp"])
 
 

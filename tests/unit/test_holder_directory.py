@@ -39,8 +39,8 @@ def told(
     return Report(name, kind, f"http://{name}", pid, start_time, host, held)
 
 
-def part(key: Key, *ranges: Range, layout: str = "L", sha256: str = "0") -> Held:
-    pieces = tuple(Piece(start, end, sha256 * 64) for start, end in ranges)
+def part(key: Key, *ranges: Range, layout: str = "L", digest: str = "0") -> Held:
+    pieces = tuple(Piece(start, end, digest * 32) for start, end in ranges)
     return Held(key, layout, whole=False, pieces=pieces)
 
 
@@ -131,12 +131,12 @@ def test_a_source_that_contradicts_another_gives_nothing_of_that_version() -> No
         0.0,
     )
     assert directory.conflicts() == []
-    directory.report(told("source-1", part(V1, (0, 600), sha256="1"), pid=2), 0.0)
+    directory.report(told("source-1", part(V1, (0, 600), digest="1"), pid=2), 0.0)
     assert directory.conflicts() == [("source-1", V1, "source-0")]
     leases = directory.lease("relay-0", V1, ALL, 0.0)
     assert {x.giver for x in leases} == {"source-0"}
     # The same process of the first one, started anew, may tell other sums.
-    directory.report(told("source-0", part(V1, (0, 600), sha256="2"), pid=9, start_time=2.0), 0.0)
+    directory.report(told("source-0", part(V1, (0, 600), digest="2"), pid=9, start_time=2.0), 0.0)
     assert ("source-0", V1, "source-0") not in directory.conflicts()
 
 

@@ -156,7 +156,7 @@ class Directory:
         self._lease_limit_s, self._silent_s = lease_limit_s, silent_s
         self._holders: dict[str, _Holder] = {}
         self._wanted: dict[Key, Wanted] = {}  # the newest last
-        self._sums: dict[Key, dict[Range, tuple[str, str]]] = {}  # -> sha256, who has told it first
+        self._sums: dict[Key, dict[Range, tuple[str, str]]] = {}  # -> digest, who has told it first
         self._ids = count(1)
 
     # Reports --------------------------------------------------------------------------------
@@ -192,10 +192,10 @@ class Directory:
         """Who has told other checksums of the same bytes; that one was first."""
         sums = self._sums.setdefault(told.key, {})
         for piece in told.pieces or ():
-            first = sums.setdefault(piece.range, (piece.sha256, name))
-            if first[0] != piece.sha256:
+            first = sums.setdefault(piece.range, (piece.digest, name))
+            if first[0] != piece.digest:
                 if first[1] == name:  # its process was started anew
-                    sums[piece.range] = (piece.sha256, name)
+                    sums[piece.range] = (piece.digest, name)
                     continue
                 return first[1]
         return None

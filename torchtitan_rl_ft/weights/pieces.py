@@ -18,13 +18,16 @@ SMALL_FRACTION = 8
 """Tensors below an eighth of a piece share one with their neighbours."""
 
 
+DIGEST_CHARS = 32
+
+
 @dataclass(frozen=True, order=True)
 class Piece:
-    """The bytes [start, end) of an image; `sha256` in hex."""
+    """The bytes [start, end) of an image; `digest`: see holder/piece_digest.py."""
 
     start: int
     end: int
-    sha256: str
+    digest: str
 
     @property
     def range(self) -> Range:
@@ -35,14 +38,14 @@ class Piece:
         return self.end - self.start
 
     def to_json(self) -> list[int | str]:
-        return [self.start, self.end, self.sha256]
+        return [self.start, self.end, self.digest]
 
 
 def piece_from_json(data: Sequence[int | str]) -> Piece:
     """Raises ValueError, TypeError."""
-    start, end, sha256 = data
-    piece = Piece(int(start), int(end), str(sha256))
-    if not 0 <= piece.start < piece.end or len(piece.sha256) != 64:
+    start, end, digest = data
+    piece = Piece(int(start), int(end), str(digest))
+    if not 0 <= piece.start < piece.end or len(piece.digest) != DIGEST_CHARS:
         raise ValueError(f"not a piece: {data!r}")
     return piece
 
@@ -99,8 +102,7 @@ def cut(image: Image, ranges: Iterable[Range], piece_bytes: int) -> list[Range]:
     """Cut `ranges` of `image` into pieces of at most `piece_bytes`.
 
     The header is a piece of its own. A tensor (what of it is in the range) starts a piece, unless
-    it is small: small neighbours share one. So the same range is cut in the same way by all, and
-    where a tensor is one piece, its sha256 is known with the piece's.
+    it is small: small neighbours share one. So the same range is cut in the same way by all.
     """
     small = piece_bytes // SMALL_FRACTION
     cuts: list[Range] = []
@@ -127,7 +129,7 @@ def _segments(image: Image, whole: Range) -> list[Range]:
 
 def clip(pieces: Iterable[Piece], ranges: Iterable[Range]) -> list[Range]:
     """`ranges`, cut where the pieces of a holder are: what both sides of a push take for its
-    pieces. Only whole pieces have a known sha256; others are hashed for the occasion."""
+    pieces. Only whole pieces have a known digest; of others it is made for the occasion."""
     wanted = merge(ranges)
     ends = [end for _, end in wanted]
     parts: list[Range] = []

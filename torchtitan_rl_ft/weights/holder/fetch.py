@@ -26,8 +26,13 @@ from torchtitan_rl_ft.weights.holder.receive import ReceiveFailed, Receiver
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.holder.tensor_hashes import TensorHashes
 from torchtitan_rl_ft.weights.holder.versions import Version
-from torchtitan_rl_ft.weights.image import ASSET_FILES, Image, ImageInvalid
-from torchtitan_rl_ft.weights.manifest import write_manifest
+from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image, ImageInvalid
+from torchtitan_rl_ft.weights.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    WeightsInvalid,
+    write_manifest,
+)
 from torchtitan_rl_ft.weights.pieces import (
     Piece,
     Range,
@@ -193,12 +198,15 @@ class Fetch:
             raise ReceiveFailed("it has other pieces than it was asked for")
         if self._assets is None:
             self._assets = _checked(await client.assets(self._wish.key, ASK_TIMEOUT_S))
+        if self._hashes is None and MANIFEST_FILE not in self._assets:
+            self._hashes = TensorHashes(version, self._checks)
 
         def checked(piece: Piece) -> None:
             version.add(piece)
             note_pieces(version.folder, [piece])
             self._bytes_from[lease.name] += piece.nbytes
-            self._tensor_hashes.checked(piece)
+            if self._hashes is not None:
+                self._hashes.checked(piece)
 
         async def ask(offer: Offer) -> None:
             await client.push(
@@ -211,7 +219,7 @@ class Fetch:
             )
 
         if parts:
-            await self._receiver.receive(version.file, parts, ask, checked)
+            await self._receiver.receive(version, parts, ask, checked)
 
     async def _version_of(self, header: bytes) -> Version:
         """Nothing is mapped, and no memory taken, for an image that is not the one wished for.
@@ -225,22 +233,18 @@ class Fetch:
                     raise ReceiveFailed(
                         f"its image has {image.nbytes} bytes, not {self._wish.nbytes}"
                     )
-                version = await self._make_version(self._wish.key, image)
-                self._hashes = TensorHashes(version, self._checks)
-                self._version = version
+                self._version = await self._make_version(self._wish.key, image)
         return self._version
-
-    @property
-    def _tensor_hashes(self) -> TensorHashes:
-        assert self._hashes is not None  # made with the version
-        return self._hashes
 
     async def _complete(self) -> Version:
         """Write what makes the folder a policy like any other, its manifest last. Raises
         FetchFailed, OSError."""
         version, assets = self._version, self._assets
         assert version is not None and assets is not None
-        manifest = await self._tensor_hashes.manifest()
+        if self._hashes is not None:
+            manifest = await self._hashes.manifest()
+        else:  # a relay has made it of the same bytes
+            manifest = _manifest_of(version, assets.pop(MANIFEST_FILE))
         wanted = self._wish.manifest_digest
         if wanted is not None and manifest.digest != wanted:
             raise OtherPolicy(
@@ -266,8 +270,21 @@ class Fetch:
 
 def _checked(assets: dict[str, bytes]) -> dict[str, bytes]:
     """Raises ReceiveFailed."""
-    if strange := sorted(set(assets) - set(ASSET_FILES)):
+    if strange := sorted(set(assets) - {*ASSET_FILES, MANIFEST_FILE}):
         raise ReceiveFailed(f"{strange[0]!r} is no file of a policy")
     if sum(map(len, assets.values())) > MAX_ASSET_BYTES:
         raise ReceiveFailed("the small files of the policy are not small")
     return assets
+
+
+def _manifest_of(version: Version, data: bytes) -> Manifest:
+    """Raises OtherPolicy."""
+    try:
+        manifest = Manifest.from_bytes(data)
+    except WeightsInvalid as e:
+        raise OtherPolicy(f"{version.key}: {e}") from e
+    told = {n: (t.dtype, t.shape, t.file) for n, t in manifest.tensors.items()}
+    image = {n: (t.dtype, t.shape, WEIGHTS_FILE) for n, t in version.image.tensors.items()}
+    if (manifest.step, manifest.token) != version.key or told != image:
+        raise OtherPolicy(f"the manifest that came with {version.key} is of something else")
+    return manifest

@@ -14,7 +14,7 @@ from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError
 from torchtitan_rl_ft.weights.holder.client import NOTHING_WRITTEN, HolderError, Offer
 from torchtitan_rl_ft.weights.holder.mapping import Mapping
 from torchtitan_rl_ft.weights.holder.push import range_of
-from torchtitan_rl_ft.weights.holder.versions import HeldFile
+from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
 
 POLL_S = 0.0002
@@ -92,18 +92,18 @@ class Receiver:
 
     async def receive(
         self,
-        file: HeldFile,
+        version: Version,
         parts: Sequence[Piece],
         ask: Callable[[Offer], Awaitable[None]],
         checked: Callable[[Piece], None],
     ) -> None:
-        """Have a holder write `parts` into `file`: `ask` it, which ends when all are written.
-        `checked` is called for each piece whose bytes are those of its sha256; they stay, whatever
+        """Have a holder write `parts` of `version`: `ask` it, which ends when all are written.
+        `checked` is called for each piece whose bytes are those of its digest; they stay, whatever
         comes later.
 
         Raises ReceiveFailed, HolderError (the holder's own words), NixlError, OSError.
         """
-        ranges = [p.range for p in parts]
+        file, ranges = version.file, [p.range for p in parts]
         loop = asyncio.get_running_loop()
         landing = await loop.run_in_executor(
             self._pushes, Landing, self._make_agent, file.path, file.nbytes, ranges
@@ -119,7 +119,7 @@ class Receiver:
             future.add_done_callback(news.put_nowait)
         is_over = False
         try:
-            await self._collect(file, parts, news, asked, checked)
+            await self._collect(version, parts, news, asked, checked)
             is_over = True
         except HolderError as e:
             is_over = e.status in NOTHING_WRITTEN
@@ -131,7 +131,7 @@ class Receiver:
 
     async def _collect(
         self,
-        file: HeldFile,
+        version: Version,
         parts: Sequence[Piece],
         news: asyncio.Queue[Range | asyncio.Future[None]],
         asked: asyncio.Future[None],
@@ -142,7 +142,7 @@ class Receiver:
         checks: list[asyncio.Future[None]] = []
 
         def check(piece: Piece) -> None:
-            task = asyncio.ensure_future(self._check(file, piece, checked))
+            task = asyncio.ensure_future(self._check(version, piece, checked))
             task.add_done_callback(lambda t: None if t.cancelled() else news.put_nowait(t))
             checks.append(task)
 
@@ -167,12 +167,18 @@ class Receiver:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _check(self, file: HeldFile, piece: Piece, checked: Callable[[Piece], None]) -> None:
+    async def _check(
+        self, version: Version, piece: Piece, checked: Callable[[Piece], None]
+    ) -> None:
         """Raises ReceiveFailed."""
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._checks, file.sha256, piece.start, piece.end)
-        if found != piece.sha256:
-            raise ReceiveFailed(f"bytes [{piece.start}, {piece.end}) differ from their sha256")
+        found = await loop.run_in_executor(self._checks, version.file.digest, *piece.range)
+        if found != piece.digest:
+            names = version.image.names_in(*piece.range)
+            raise ReceiveFailed(
+                f"bytes [{piece.start}, {piece.end}) differ from their digest; they are of tensor "
+                f"{', '.join(names) or '(the header)'}"
+            )
         checked(piece)
 
     async def _end(self, landing: Landing, watching: asyncio.Future[None], is_over: bool) -> None:

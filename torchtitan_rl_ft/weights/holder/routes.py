@@ -27,6 +27,7 @@ from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.holder.shelf import NotReserved, Shelf
 from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.image import ASSET_FILES, Image, ImageInvalid
+from torchtitan_rl_ft.weights.manifest import MANIFEST_FILE
 from torchtitan_rl_ft.weights.pieces import Range, clip, contains, merge
 
 TELL_TIMEOUT_S = 2.0
@@ -195,7 +196,7 @@ class Routes:
         version = self._version(_key(request.query))
         files = {
             name: base64.b64encode((version.folder / name).read_bytes()).decode()
-            for name in ASSET_FILES
+            for name in (*ASSET_FILES, MANIFEST_FILE)
             if (version.folder / name).exists()
         }
         return web.json_response({"files": files})

@@ -100,7 +100,7 @@ class Shelf:
         if version is None or version.file.path != file:
             raise NotReserved(f"{file} was not reserved for {key}, or was given up since")
         cuts = cut(version.image, [(0, len(version.image.header)), *ranges], self._piece_bytes)
-        hashes = await asyncio.gather(*(self._sha256(version, c) for c in cuts))
+        hashes = await asyncio.gather(*(self._digest(version, c) for c in cuts))
         pieces = [Piece(*c, h) for c, h in zip(cuts, hashes, strict=True)]
         if assets is not None:
             _copy_assets(assets, version.folder)
@@ -138,12 +138,12 @@ class Shelf:
     # Both ----------------------------------------------------------------------------------
 
     async def pieces(self, version: Version, parts: Iterable[Range]) -> list[Piece]:
-        """`parts` with their sha256, which is known where a part is one of the version's pieces."""
+        """`parts` with their digest, which is known where a part is one of the version's pieces."""
         known = {p.range: p for p in version.pieces}
         found = []
         for part in parts:
             piece = known.get(part)
-            found.append(piece or Piece(*part, await self._sha256(version, part)))
+            found.append(piece or Piece(*part, await self._digest(version, part)))
         return found
 
     def prune(self, keep: set[Key]) -> None:
@@ -166,8 +166,8 @@ class Shelf:
                 shutil.rmtree(folder)
                 continue
             noted = [p for p in noted_pieces(folder) if p.end <= version.image.nbytes]
-            hashes = await asyncio.gather(*(self._sha256(version, p.range) for p in noted))
-            right = {p for p, found in zip(noted, hashes, strict=True) if found == p.sha256}
+            hashes = await asyncio.gather(*(self._digest(version, p.range) for p in noted))
+            right = {p for p, found in zip(noted, hashes, strict=True) if found == p.digest}
             version.pieces = sorted(right)
             version.manifest_digest = _manifest_digest(version)
             if version.pieces:
@@ -186,9 +186,9 @@ class Shelf:
 
         return await asyncio.get_running_loop().run_in_executor(self._checks, make)
 
-    async def _sha256(self, version: Version, part: Range) -> str:
+    async def _digest(self, version: Version, part: Range) -> str:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._checks, version.file.sha256, *part)
+        return await loop.run_in_executor(self._checks, version.file.digest, *part)
 
     def _drop_leaving(self) -> None:
         """What something is still at work on is dropped the next time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from concurrent.futures import Executor
 
 from torchtitan_rl_ft.weights.holder.versions import Version
@@ -13,15 +12,15 @@ from torchtitan_rl_ft.weights.pieces import Piece
 
 
 class TensorHashes:
-    """A tensor is hashed once all of it has come; where it is one piece, it was hashed already."""
+    """A tensor is hashed once all of it has come."""
 
     def __init__(self, version: Version, checks: Executor) -> None:
         self._version, self._checks = version, checks
         self._left = {n: t.end - t.start for n, t in version.image.tensors.items()}
-        self._hashes: dict[str, str | asyncio.Future[str]] = {}
+        self._hashes: dict[str, asyncio.Future[str]] = {}
         for name, left in self._left.items():
             if not left:
-                self._hashes[name] = hashlib.sha256().hexdigest()
+                self._hash(name)
         for piece in version.pieces:
             self.checked(piece)
 
@@ -31,21 +30,20 @@ class TensorHashes:
         for name in image.names_in(piece.start, piece.end):
             span = image.tensors[name]
             self._left[name] -= min(span.end, piece.end) - max(span.start, piece.start)
-            if self._left[name]:
-                continue
-            if (span.start, span.end) == piece.range:
-                self._hashes[name] = piece.sha256
-            else:
-                self._hashes[name] = asyncio.get_running_loop().run_in_executor(
-                    self._checks, self._version.file.sha256, span.start, span.end
-                )
+            if not self._left[name]:
+                self._hash(name)
+
+    def _hash(self, name: str) -> None:
+        span = self._version.image.tensors[name]
+        self._hashes[name] = asyncio.get_running_loop().run_in_executor(
+            self._checks, self._version.file.sha256, span.start, span.end
+        )
 
     async def manifest(self) -> Manifest:
         """Once all pieces have come."""
-        entries = {}
-        for name, span in self._version.image.tensors.items():
-            found = self._hashes[name]
-            sha256 = found if isinstance(found, str) else await found
-            entries[name] = TensorEntry(span.dtype, list(span.shape), sha256, WEIGHTS_FILE)
+        entries = {
+            name: TensorEntry(span.dtype, list(span.shape), await self._hashes[name], WEIGHTS_FILE)
+            for name, span in self._version.image.tensors.items()
+        }
         key = self._version.key
         return Manifest.build(step=key.step, token=key.token, tensors=entries)

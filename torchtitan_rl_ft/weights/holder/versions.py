@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.holder.push import Memory
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
@@ -33,6 +34,10 @@ class HeldFile:
         """Of bytes [start, end), without a copy; other threads go on meanwhile."""
         return hashlib.sha256(self.view[start:end]).hexdigest()
 
+    def digest(self, start: int, end: int) -> str:
+        """As `sha256`: what a piece of these bytes has."""
+        return piece_digest(self.view[start:end])
+
     def close(self) -> None:
         self.view.release()
         self._map.close()
@@ -40,7 +45,7 @@ class HeldFile:
 
 class Version:
     """A version in a folder of its own. `pieces` are those whose bytes were compared with their
-    sha256, or, in a source, whose sha256 was made of them."""
+    digest, or, in a source, whose digest was made of them."""
 
     def __init__(self, key: Key, folder: Path, image: Image, pieces: Iterable[Piece] = ()) -> None:
         self.key, self.folder, self.image = key, folder, image

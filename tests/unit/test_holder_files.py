@@ -1,0 +1,164 @@
+"""Folders of versions in memory: reuse, room, and what dead runs leave."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.weights.holder.files import (
+    HolderFiles,
+    HolderRuns,
+    NoMemory,
+    note_pieces,
+    noted_pieces,
+    remove_leftovers,
+    remove_run,
+)
+from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
+from torchtitan_rl_ft.weights.pieces import Piece
+
+SIZE = 1 << 20
+ALL = [(0, SIZE)]
+
+
+def settings(memory, name="relay-0", owner=None, run_id="run"):
+    weights = WeightsSection(memory_folder=str(memory))
+    owner = owner or ProcessId.current()
+    return HolderSettings(name, "relay", run_id, weights, owner, serving_url="http://x")
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = HolderFiles(settings(tmp_path))
+    found.open()
+    return found
+
+
+def inode(folder):
+    return (folder / "model.safetensors").stat().st_ino
+
+
+def test_a_released_file_is_the_next_versions(files):
+    first = files.take(Key(1, "abcdef0123456"), SIZE, ALL)
+    assert first.name == "step-1-abcdef01"
+    assert (first / "model.safetensors").stat().st_blocks * 512 >= SIZE  # memory is there
+    second = files.take(Key(2, "abcdef0123456"), SIZE, ALL)
+    (first / "config.json").write_text("{}")
+    was, other = inode(first), inode(second)
+    files.release(first)
+    assert not first.exists()
+    third = files.take(Key(3, "abcdef0123456"), SIZE // 2, [(0, SIZE // 2)])
+    assert inode(third) == was and inode(third) != other
+    assert sorted(p.name for p in third.iterdir()) == ["model.safetensors", "pieces.jsonl"]
+    assert (third / "model.safetensors").stat().st_size == SIZE // 2
+
+
+def test_few_spare_files_are_kept(files):
+    folders = [files.take(Key(i, "t"), SIZE, ALL) for i in range(4)]
+    last = inode(folders[-1])
+    for folder in folders:
+        files.release(folder)
+    assert [p.name for p in files.folder.glob("spare-*/*")] == ["model.safetensors"]
+    assert inode(files.take(Key(9, "t"), SIZE, ALL)) == last
+
+
+def test_a_source_takes_the_memory_of_its_shards_alone(files):
+    folder = files.take(Key(1, "t"), 64 * SIZE, [(0, 100), (SIZE, 2 * SIZE)])
+    stat = (folder / "model.safetensors").stat()
+    assert stat.st_size == 64 * SIZE and stat.st_blocks * 512 < 3 * SIZE
+
+
+def test_too_little_memory_is_said_before_it_is_taken(files):
+    free = os.statvfs(files.folder)
+    too_much = free.f_bavail * free.f_frsize + SIZE
+    with pytest.raises(NoMemory, match=r"no room for step 1 .* GB are free; see weights.memory"):
+        files.take(Key(1, "t"), too_much, [(0, too_much)])
+    assert not list(files.folder.glob("*step*"))
+    files.take(Key(1, "t"), SIZE, ALL)
+
+
+def test_a_token_never_leads_out_of_the_folder(files):
+    for token in ("../../etc", "a/b", "", "..", "ä"):
+        folder = files.take(Key(1, token), 8, [(0, 8)])
+        assert folder.parent == files.folder
+
+
+def test_a_later_life_finds_versions_and_their_pieces(files, tmp_path):
+    pieces = [Piece(i, i + 10, piece_digest(b"%d" % i)) for i in (0, 10, 20)]
+    newer, older = Key(9, "t"), Key(10, "t")
+    for key in (older, newer):
+        folder = files.take(key, SIZE, ALL)
+        note_pieces(folder, pieces[:1])
+        note_pieces(folder, pieces[1:])
+        stamp = 1 if key is older else 2
+        os.utime(folder / "pieces.jsonl", ns=(stamp, stamp))
+    with open(folder / "pieces.jsonl", "a") as f:
+        f.write('[30, 40, "cut of')
+    files.release(files.take(Key(3, "t"), SIZE, ALL))
+    (files.folder / "step-4-broken").mkdir()
+    found = HolderFiles(settings(tmp_path)).found()
+    assert list(found) == [older, newer]  # in the order in which they came
+    assert noted_pieces(found[newer]) == pieces
+    assert not (files.folder / "step-4-broken").exists()
+
+
+def test_a_holder_runs_once(files, tmp_path):
+    with pytest.raises(HolderRuns, match="belongs to another process"):
+        HolderFiles(settings(tmp_path)).open(timeout_s=0.1)
+
+
+def dead_process():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    dead = ProcessId.of(child.pid)
+    child.kill()
+    child.wait()
+    return dead
+
+
+def test_what_dead_runs_left_is_removed_and_nothing_else(files, tmp_path):
+    files.take(Key(1, "t"), SIZE, ALL)
+    others = {
+        "dead": settings(tmp_path, run_id="dead", owner=dead_process()),
+        "restarting": settings(tmp_path, run_id="restarting"),  # its job lives
+    }
+    for s in others.values():
+        s.folder.mkdir(parents=True)
+        (s.folder / "lock").touch()
+        (s.folder / "owner.json").write_text(json.dumps(asdict(s.owner)))
+        (s.folder / "step-1-t").mkdir()
+    beginning = settings(tmp_path, run_id="beginning")
+    beginning.folder.mkdir(parents=True)
+    assert remove_leftovers(str(tmp_path)) == [others["dead"].folder]
+    assert not others["dead"].folder.parent.exists()
+    assert others["restarting"].folder.exists() and beginning.folder.exists()
+    assert list(files.found()) == [Key(1, "t")]
+
+
+def test_a_holder_whose_owner_died_lives_on_while_it_holds_its_lock(tmp_path):
+    held = HolderFiles(settings(tmp_path, owner=dead_process()))
+    held.open()
+    assert remove_leftovers(str(tmp_path)) == []
+    assert held.folder.exists()
+
+
+def test_a_run_that_ends_leaves_nothing(files, tmp_path):
+    files.take(Key(1, "t"), SIZE, ALL)
+    remove_run(str(tmp_path), "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "-x", "a" * 200])
+def test_names_that_are_no_folders_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot be the name of a folder"):
+        settings(tmp_path, name=name)
+
+
+def test_settings_travel_as_json(tmp_path):
+    given = settings(tmp_path)
+    assert HolderSettings.from_json(given.to_json()) == given

@@ -1,0 +1,105 @@
+"""The sending side: what it leaves behind, however a push ends."""
+
+import threading
+
+import pytest
+from fakes.fake_agent import FakeAgent
+
+from torchtitan_rl_ft.weights.holder.client import Offer
+from torchtitan_rl_ft.weights.holder.push import Memory, PushBusy, Pusher, PushFailed, range_of
+
+OFFER = Offer(b"peer", 10_000, 100, "nixl")
+MEMORY = Memory(500, ((0, 100),))
+PIECES = [(0, 40), (40, 90), (90, 100)]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.agents: list[FakeAgent] = []
+        self.now_s = 0.0
+        self.next = FakeAgent()
+        self.pusher = Pusher(self._make, lambda: self.now_s, self._sleep)
+
+    def _make(self) -> FakeAgent:
+        self.agents.append(self.next)
+        self.next = FakeAgent()
+        return self.agents[-1]
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += 0.1
+
+
+def test_pieces_are_written_in_order_each_with_its_note():
+    bench = Bench()
+    bench.next.polls_needed = 3
+    bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    [agent] = bench.agents
+    assert agent.written == [
+        (500, 10_000, 40, b"0-40"),
+        (540, 10_040, 50, b"40-90"),
+        (590, 10_090, 10, b"90-100"),
+    ]
+    assert [range_of(note) for *_, note in agent.written] == PIECES
+    assert not agent.open_handles and not agent.peers and not agent.dropped
+    assert bench.pusher.counts() == {"done": 1, "failed": 0, "bytes": 100}
+
+
+def test_memory_is_registered_once_and_until_it_is_forgotten():
+    bench = Bench()
+    other = Memory(9_000, ((0, 100),))
+    for memory in (MEMORY, MEMORY, other):
+        bench.pusher.push(memory, PIECES, OFFER, 1.0)
+    [agent] = bench.agents
+    assert [address for address, _ in agent.registered] == [500, 9_000]
+    bench.pusher.forget(500)
+    assert [address for address, _ in agent.registered] == [9_000]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("how", ["fails_at", "hangs_at"])
+def test_a_push_that_fails_leaves_nothing_and_its_agent_is_not_used_again(how, number):
+    bench = Bench()
+    failing = bench.next
+    setattr(failing, how, number)
+    with pytest.raises(PushFailed, match="DISCONNECT" if how == "fails_at" else "no piece for 1 s"):
+        bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert failing.dropped and not failing.open_handles and not failing.peers
+    assert len(failing.written) == number
+    bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert len(bench.agents) == 2 and bench.agents[1].registered
+    assert bench.pusher.counts()["failed"] == 1
+
+
+def test_the_limit_is_for_each_piece():
+    bench = Bench()
+    bench.next.polls_needed = 9  # 0.8 s each, 2.4 s in all
+    bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert bench.now_s > 2.0
+
+
+def test_a_receiver_that_cannot_be_read_fails_the_push():
+    bench = Bench()
+    with pytest.raises(PushFailed, match="garbage"):
+        bench.pusher.push(MEMORY, PIECES, Offer(b"garbage", 0, 100, "nixl"), 1.0)
+    assert not bench.agents[0].written
+
+
+def test_one_push_at_a_time():
+    bench = Bench()
+    inside, go_on = threading.Event(), threading.Event()
+    bench.next.polls_needed = 2
+
+    def wait(seconds: float) -> None:
+        inside.set()
+        go_on.wait(10.0)
+
+    pusher = Pusher(bench._make, lambda: 0.0, wait)
+    thread = threading.Thread(target=pusher.push, args=(MEMORY, PIECES, OFFER, 1.0))
+    thread.start()
+    assert inside.wait(10.0)
+    with pytest.raises(PushBusy):
+        pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    go_on.set()
+    thread.join(10.0)
+    pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert pusher.counts()["done"] == 2
