@@ -38,6 +38,7 @@ def main() -> int:
     from torchtitan_rl_ft.trainer.model_spec import ModelConfigError
     from torchtitan_rl_ft.trainer.rerun import WrongResult
     from torchtitan_rl_ft.trainer.stepper import NumericStop
+    from torchtitan_rl_ft.weights.shards import ShardsUnclear
 
     # Its line for each of a trainer's many requests would hide everything else.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -50,7 +51,7 @@ def main() -> int:
     except (RunNotUp, ModelConfigError, FileNotFoundError) as e:
         print(f"torchtitan: trainer cannot start: {e}", file=sys.stderr)
         return ExitCode.CONFIG if isinstance(e, ModelConfigError) else ExitCode.FAILED
-    except (CheckpointUnusable, FoldersDiffer, MinimumMismatch) as e:
+    except (CheckpointUnusable, FoldersDiffer, MinimumMismatch, ShardsUnclear) as e:
         print(f"torchtitan: error: {e}", file=sys.stderr)
         return ExitCode.CONFIG
     except NoQuorum as e:

@@ -45,6 +45,7 @@ from torchtitan_rl_ft.trainer.presence import event_sink
 from torchtitan_rl_ft.trainer.rerun import WrongResult
 from torchtitan_rl_ft.trainer.standby import waits
 from torchtitan_rl_ft.trainer.stepper import NumericStop
+from torchtitan_rl_ft.weights.shards import ShardsUnclear
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,10 @@ _POLL_S = 0.05
 
 FAULTS: tuple[tuple[tuple[type[BaseException], ...], Fault], ...] = (
     ((NumericStop,), Fault.NUMERIC),
-    ((ModelConfigError, CheckpointUnusable, FoldersDiffer, MinimumMismatch), Fault.CONFIG),
+    (
+        (ModelConfigError, CheckpointUnusable, FoldersDiffer, MinimumMismatch, ShardsUnclear),
+        Fault.CONFIG,
+    ),
     ((WrongResult,), Fault.WRONG_RESULT),
     ((MemoryError, torch.OutOfMemoryError), Fault.MEMORY),
     ((torch.AcceleratorError,), Fault.DEVICE),

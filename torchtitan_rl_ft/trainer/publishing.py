@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,7 @@ def make_publisher(
     link: GroupLink,
     run: RunFolder,
 ) -> PolicyPublisher:
-    """Raises OSError when the source cannot be started."""
+    """By the transport that the job uses."""
     announcer = Announcer(serving, link)
     if settings.transport != "nixl":
         return DiskPublisher(
@@ -219,7 +220,8 @@ def make_publisher(
         )
     section = Resolved.read(run.path).sections.weights
     source = Source(run, section, settings.replica_id, link.rank, run.token())
-    source.ensure()  # it gets ready while the rank does
+    with contextlib.suppress(OSError):  # the first offer tries again, and tells
+        source.ensure()  # it gets ready while the rank does
     offers = Offers(source, link, settings.assets, settings.buffer_bytes)
     wait_relays: Literal["first", "all"] = "all" if settings.sync else "first"
     return HolderPublisher(weights, announcer, link, offers, wait_relays=wait_relays)
