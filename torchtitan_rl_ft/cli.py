@@ -135,6 +135,17 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_chaos_command(commands, common)
 
+    doctor = commands.add_parser(
+        "doctor",
+        help="tell what works on this machine, and how to mend what does not",
+        description="Tell what works on this machine: libraries, transports of weights, networks, "
+        "ports, memory, permissions. The exit code is 1 when something has to be mended.",
+        **common,
+    )
+    doctor.add_argument("file", nargs="?", metavar="FILE", help=file_help)
+    doctor.add_argument("--json", action="store_true", help="everything, as JSON")
+    doctor.set_defaults(command=_doctor)
+
     helping = commands.add_parser("help", help="explain the keys of a section")
     helping.add_argument("section", nargs="?", metavar="SECTION")
     helping.set_defaults(command=_help)
@@ -297,6 +308,18 @@ def _chaos(args: argparse.Namespace, overrides: list[Override]) -> int:
     except (OSError, ValueError) as e:
         _say(f"error: {args.run}: {e}")
         return ExitCode.FAILED
+
+
+def _doctor(args: argparse.Namespace, overrides: list[Override]) -> int:
+    from torchtitan_rl_ft.roles import doctor
+
+    if args.file is not None:
+        overrides = [Override("job.config_file", args.file), *overrides]
+    resolved = resolve_overrides(overrides)
+    if problems := checks.check_holders(resolved):
+        raise ConfigError(problems)
+    with while_read():
+        return doctor.main(resolved, args.json)
 
 
 @contextlib.contextmanager

@@ -225,6 +225,8 @@ class SessionFolder:
         """Forget the session. The record goes first: without it there is none. The lock goes last:
         what another job writes into a session of this name is none of what is removed."""
         self.record_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._memory_file.read_text(), ignore_errors=True)
         for file in self.path.glob("*"):
             if file != self._lock_file:
                 file.unlink(missing_ok=True)
@@ -268,6 +270,15 @@ class SessionFolder:
     def write_token(self, token: str) -> None:
         self._make()
         write_atomic(self.path / "token", token.encode())  # mode 0600
+
+    def hold_memory(self, folder: Path) -> None:
+        """Policies are there, in memory: removed with the session, whoever ends it."""
+        self._make()
+        write_atomic(self._memory_file, str(folder).encode())
+
+    @property
+    def _memory_file(self) -> Path:
+        return self.path / "memory"
 
     @property
     def _lock_file(self) -> Path:

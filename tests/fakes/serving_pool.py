@@ -21,7 +21,7 @@ from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.ports import HOST, free_ports
 from torchtitan_rl_ft.observability.events import EventList
 from torchtitan_rl_ft.rpc import server
-from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.serving.gateway import GatewayProgram, smg_program
 from torchtitan_rl_ft.serving.groups import SlotPlan, slot_plans
 from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
@@ -255,7 +255,7 @@ async def open_pool(
 
 def fake_relays(run: Path, weights: dict[str, Any]) -> RelaySetup:
     section = WeightsSection(**{"memory_folder": str(run / "memory"), **weights})
-    return RelaySetup(section, "session", TOKEN, start_fake_holder)
+    return RelaySetup(section, "session", TOKEN, ProcessId.current, start_fake_holder)
 
 
 def start_fake_holder(

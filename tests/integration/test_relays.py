@@ -276,7 +276,9 @@ async def test_a_relay_that_does_not_stay_up_ends_serving(
     def start(settings: HolderSettings, *, token: str, log: Path, env: Any) -> process.Child:
         return process.spawn([sys.executable, "-c", program], log=log, env=env)
 
-    setup = RelaySetup(WeightsSection(memory_folder=str(tmp_path)), "s", TOKEN, start)
+    setup = RelaySetup(
+        WeightsSection(memory_folder=str(tmp_path)), "s", TOKEN, ProcessId.current, start
+    )
     monkeypatch.setattr(serving_pool, "fake_relays", lambda run, weights: setup)
     async with open_pool(tmp_path, model, weights={}, engines=1) as pool:
         with pytest.raises(ChildFailed, match=told) as failed:

@@ -203,7 +203,21 @@ BROKEN = [
     # engines
     ("--rollout.engines 0", ["rollout.engines = 0"]),
     ("--rollout.min_engines 3", ["rollout.min_engines = 3", "rollout.engines = 2"]),
-    ("--rollout.weight_transport nixl", ["rollout.weight_transport", "later version"]),
+    (
+        "--rollout.weight_transport nixl --rollout.external_urls http://h:1",
+        ["rollout.weight_transport = 'nixl'", "rollout.external_urls", "use auto or disk"],
+    ),
+    ("--weights.holders 0", ["weights.holders = 0"]),
+    ("--weights.piece_mb 0", ["weights.piece_mb = 0"]),
+    ("--weights.stall_timeout_s 0", ["weights.stall_timeout_s = 0"]),
+    ("--weights.fetch_timeout_s -1", ["weights.fetch_timeout_s = -1"]),
+    ("--weights.ucx_port_range 46000", ["weights.ucx_port_range = '46000'", "FIRST-LAST"]),
+    ("--weights.ucx_port_range 5-70000", ["weights.ucx_port_range = '5-70000'"]),
+    ("--weights.ucx_port_range 9-5", ["weights.ucx_port_range = '9-5'"]),
+    ("--weights.ucx_devices lo;eth0", ["weights.ucx_devices = 'lo;eth0'"]),
+    ("--weights.ucx_tls=tcp;x", ["weights.ucx_tls = 'tcp;x'"]),
+    ("--weights.memory_folder shm", ["weights.memory_folder = 'shm'", "absolute"]),
+    ("--weights.host=", ["weights.host = ''"]),
     ("--rollout.top_p 0", ["rollout.top_p"]),
     ("--rollout.top_k 0", ["rollout.top_k"]),
     # recovery

@@ -19,7 +19,6 @@ from torchtitan_rl_ft.serving.launch import (
     interpreter_problem,
 )
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash, gpu_hash
-from torchtitan_rl_ft.weights.transports import TransportUnknown, make_transport
 
 POLICY = EngineGroup(name="policy")
 
@@ -162,12 +161,6 @@ def test_only_the_needed_model_family_is_imported(
     disabled = os.environ.get("SGLANG_DISABLED_MODEL_ARCHS")
     monkeypatch.delenv("SGLANG_DISABLED_MODEL_ARCHS", raising=False)
     assert disabled == (None if argv[0] == "--x" else "beta,gamma")
-
-
-def test_a_transport_that_is_not_there_is_named() -> None:
-    assert make_transport("auto").name == make_transport("disk").name == "disk"
-    with pytest.raises(TransportUnknown, match=r"rollout\.weight_transport = 'nixl' is not"):
-        make_transport("nixl")
 
 
 def test_devices_of_a_slot_are_those_that_its_engine_computes_on(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from torchtitan_rl_ft.trainer import source as source_module  # noqa: E402
 from torchtitan_rl_ft.trainer.group_link import GroupLink  # noqa: E402
 from torchtitan_rl_ft.trainer.offers import Offered, Offers  # noqa: E402
 from torchtitan_rl_ft.trainer.publishing import Announcer, HolderPublisher  # noqa: E402
-from torchtitan_rl_ft.trainer.source import Source, remove_memory, source_environment  # noqa: E402
+from torchtitan_rl_ft.trainer.source import Source, remove_memory  # noqa: E402
+from torchtitan_rl_ft.weights.holder import launch  # noqa: E402
 from torchtitan_rl_ft.weights.holder.settings import Key  # noqa: E402
 from torchtitan_rl_ft.weights.publisher import NonFiniteWeights  # noqa: E402
 from torchtitan_rl_ft.weights.tensor_files import TensorFile  # noqa: E402
@@ -191,7 +192,7 @@ def test_a_closed_source_is_gone_and_its_memory_with_it(rank):
 
 def test_what_ucx_does_is_not_for_the_ranks_environment_to_say():
     given = {"UCX_TLS": "tcp", "LD_PRELOAD": "x", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
-    assert source_environment(given) == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": ""}
+    assert launch.environment(given) == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": ""}
 
 
 # The publisher over it ------------------------------------------------------------------------

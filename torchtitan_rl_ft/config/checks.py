@@ -19,6 +19,7 @@ from torchtitan_rl_ft.config.rules import (
     sizes,
     standby,
     suspicious,
+    weights,
 )
 from torchtitan_rl_ft.config.rules.job import Job, Machine
 
@@ -56,6 +57,8 @@ RULES = (
     service.chaos,
     service.secrets,
     observing.pages,
+    weights.transport,
+    weights.holders,
     observing.otel,
     observing.metric_sinks,
     observing.profiles,
@@ -66,6 +69,11 @@ RULES = (
 class Report:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+
+def check_holders(resolved: Resolved, machine: Machine | None = None) -> list[str]:
+    """Broken rules of [weights] alone: what `torchtitan doctor` reads."""
+    return list(weights.holders(Job(resolved, machine or Machine())))
 
 
 def check(resolved: Resolved, machine: Machine | None = None, *, starting: bool = False) -> Report:

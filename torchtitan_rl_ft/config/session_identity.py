@@ -81,7 +81,8 @@ MUTABLE_KEYS = frozenset(
         "fault_tolerance.connect_timeout_s",
         "fault_tolerance.manager_timeout_s",
         "fault_tolerance.max_commit_retries",
-        # Health times, the session's own keys, the trainer's publish buffer.
+        # Health times, the session's own keys, the trainer's publish buffer. Engines are the same
+        # ones, however weights come to them.
         "rollout.use_fault_tolerance",
         "rollout.health_check_first_wait",
         "rollout.health_check_interval",
@@ -92,6 +93,7 @@ MUTABLE_KEYS = frozenset(
         "rollout.retain_ttl",
         "rollout.keep_serving",
         "rollout.publish_buffer_mb",
+        "rollout.weight_transport",
     }
 )
 

@@ -16,11 +16,13 @@ from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import Sections
 from torchtitan_rl_ft.models.tiny import make_tiny_model
+from torchtitan_rl_ft.roles import transport
 from torchtitan_rl_ft.roles.lifecycle import Duty
 from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.session import SERVING, Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, STANDBY_ENV, TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable
+from torchtitan_rl_ft.weights.transports.choice import Choice
 
 
 @contextmanager
@@ -44,11 +46,12 @@ def exclusive(folder: RunFolder) -> Generator[None]:
         os.close(fd)
 
 
-def prepare(resolved: Resolved, session: Session) -> start_state.Start:
+def prepare(resolved: Resolved, session: Session) -> tuple[start_state.Start, Resolved, Choice]:
     """Make the run folder ready for its roles, and the session that an earlier job has left.
-    Called with the folder held.
+    Called with the folder held. Returns the job with the transport that it uses, too.
 
-    Raises ConfigError (the state of folder or session does not allow a start), OSError.
+    Raises ConfigError (the state of folder or session does not allow a start, or the transport
+    cannot be used), OSError.
     """
     folder = resolved.run_folder
     try:
@@ -58,6 +61,7 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
     decision = start_state.decide(found, start_state.Wish.of(resolved))
     if decision.start is start_state.Start.REFUSE:
         raise ConfigError(decision.reason)
+    resolved, choice = transport.decide(resolved, session)
     if decision.start is start_state.Start.REATTACH:
         session.take_over()
         _refuse_stranger(folder, session)
@@ -72,7 +76,7 @@ def prepare(resolved: Resolved, session: Session) -> start_state.Start:
     folder.remove_scratch()
     _check_dumps(resolved)
     resolved.write(folder)
-    return decision.start
+    return decision.start, resolved, choice
 
 
 def join(resolved: Resolved) -> None:

@@ -29,6 +29,8 @@ from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFo
 from torchtitan_rl_ft.serving import warden as warden_file
 from torchtitan_rl_ft.serving.engine_records import RecordsCorrupt
 from torchtitan_rl_ft.serving.gateway import GatewayFailed
+from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
+from torchtitan_rl_ft.serving.kept_child import ChildFailed
 from torchtitan_rl_ft.serving.launch import (
     SGLangLauncher,
     check_model_folder,
@@ -40,6 +42,7 @@ from torchtitan_rl_ft.serving.ownership import Claim, NotOwner, Ownership
 from torchtitan_rl_ft.serving.pool import PoolFailed
 from torchtitan_rl_ft.serving.profile_routes import ProfileRoutes
 from torchtitan_rl_ft.serving.profiles import EngineProfiles
+from torchtitan_rl_ft.serving.relays import RelaySetup
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.serving.session_routes import SessionRoutes
@@ -51,7 +54,8 @@ from torchtitan_rl_ft.session_folder import (
     SessionFolder,
     SessionUnreadable,
 )
-from torchtitan_rl_ft.weights.transports import TransportUnknown, make_transport
+from torchtitan_rl_ft.weights.holder.settings import run_memory
+from torchtitan_rl_ft.weights.transports.disk import DiskTransport
 
 if TYPE_CHECKING:
     from torchtitan_rl_ft.config.resolve import Resolved
@@ -85,6 +89,7 @@ def main(resolved: Resolved) -> int:
     except (
         PoolFailed,
         GatewayFailed,
+        ChildFailed,
         VersionsCorrupt,
         RecordsCorrupt,
         *SESSION_ERRORS,
@@ -93,7 +98,11 @@ def main(resolved: Resolved) -> int:
         events.emit(Kind.FAULT, cause=str(e), subject=NAME)
         print(f"torchtitan: error: serving: {e}", file=sys.stderr)
         # A new serving role would start the same engines the same way.
-        in_vain = isinstance(e, SESSION_ERRORS) or (isinstance(e, PoolFailed) and e.never_up)
+        in_vain = (
+            isinstance(e, SESSION_ERRORS)
+            or (isinstance(e, PoolFailed) and e.never_up)
+            or (isinstance(e, ChildFailed) and e.in_vain)
+        )
         return ExitCode.CONFIG if in_vain else ExitCode.FAILED
     finally:
         events.close()
@@ -101,10 +110,6 @@ def main(resolved: Resolved) -> int:
 
 def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
     """Why serving cannot start with this configuration, or None."""
-    try:
-        make_transport(rollout.weight_transport)
-    except TransportUnknown as e:
-        return str(e)
     for group in engine_groups(rollout):
         if (problem := check_model_folder(launcher.model_path(group))) is not None:
             return f"group {group.name}: {problem}" if rollout.groups else problem
@@ -112,8 +117,8 @@ def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
 
 
 async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog) -> int:
-    """Raises PoolFailed, GatewayFailed, VersionsCorrupt, RecordsCorrupt, NotOwner, SessionBusy,
-    SessionUnreadable, OSError."""
+    """Raises PoolFailed, GatewayFailed, ChildFailed, VersionsCorrupt, RecordsCorrupt, NotOwner,
+    SessionBusy, SessionUnreadable, OSError."""
     sections, folder = resolved.sections, resolved.run_folder
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -128,14 +133,16 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
             return ExitCode.FAILED
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        setup = relay_setup(resolved, session)
         service = ServingService(
             sections.rollout,
             folder,
             events,
             launcher,
             http,
-            make_transport(sections.rollout.weight_transport),
+            DiskTransport(),
             engines_file=session.engines,
+            relays=setup,
         )
         ownership = Ownership(session, events, service.admission)
         earlier = await ownership.open(claim(resolved), _this_process(folder), by_hand=_by_hand())
@@ -144,6 +151,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         stack.callback(lambda: ownership.dispose() if stop.is_set() or _by_hand() else None)
         service.continue_above(RunFolder(earlier))
         session.write_token(folder.token())
+        hold_memory(setup, session)
         await guard(ownership)
         stack.push_async_callback(service.close)
         await service.open(ownership.attempt)
@@ -154,6 +162,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
                 return
             stack.enter_context(session.serving_lock())  # the one that is held has no name now
             session.write_token(folder.token())
+            hold_memory(setup, session)
             await service.save_records()
             await ownership.save()
 
@@ -170,6 +179,8 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
 
         routes = Routes(service, stop.set, ownership).table()
         routes += LendingRoutes(service, ownership).table()
+        if service.relays is not None:
+            routes += HolderRoutes(service.relays.book).table()
         routes += ProfileRoutes(EngineProfiles(lambda: service.pool.engines, events)).table()
         routes += SessionRoutes(
             ownership,
@@ -186,6 +197,7 @@ async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog)
         folder.register(NAME, url)
         stack.callback(lambda: RunFolder(ownership.record.run_folder).unregister(NAME))
         events.emit(Kind.READY, url=url)
+        service.open_relays(url)
         if reason := await _until_stopped(
             service, ownership, stop, keep_guarded(ownership, restore, events)
         ):
@@ -208,6 +220,29 @@ async def _take(session: SessionFolder, stack: contextlib.AsyncExitStack) -> Non
             if served or time.monotonic() >= end:
                 raise
         await asyncio.sleep(0.1)
+
+
+def relay_setup(resolved: Resolved, session: SessionFolder) -> RelaySetup | None:
+    """None: policies come over the file system alone."""
+    if resolved.sections.rollout.weight_transport != "nixl":
+        return None
+    token = resolved.run_folder.token()
+    return RelaySetup(resolved.sections.weights, session.id, token, lambda: _guardian(session))
+
+
+def _guardian(session: SessionFolder) -> ProcessId:
+    """With whom the memory of relays ends: the session's warden, which outlives this role."""
+    with contextlib.suppress(SessionUnreadable):
+        record = session.read()
+        if record is not None and record.warden is not None and record.warden.alive():
+            return record.warden
+    return ProcessId.current()
+
+
+def hold_memory(setup: RelaySetup | None, session: SessionFolder) -> None:
+    """Have it removed with the session."""
+    if setup is not None:
+        session.hold_memory(run_memory(setup.weights.memory_folder, setup.run_id))
 
 
 def _by_hand() -> bool:
@@ -273,7 +308,7 @@ async def _until_stopped(
     guarding: Coroutine[None, None, None],
 ) -> str | None:
     """Returns why the retention is over, or None when the role was told to stop. Raises
-    PoolFailed, and whatever broke the service's own code."""
+    PoolFailed, GatewayFailed, ChildFailed, and whatever broke the service's own code."""
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(service.run_until_failed())
     over = asyncio.create_task(ownership.watch())

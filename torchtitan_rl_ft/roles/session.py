@@ -117,6 +117,23 @@ class Session:
         ours = record.run_folder == str(self._resolved.run_folder.path)
         return elsewhere and ours and record.retain_ttl_s <= 0
 
+    def transport_in_use(self) -> str | None:
+        """Of the living serving role that would be taken over; None when there is none that
+        tells."""
+        try:
+            record = self.folder.read()
+        except SessionUnreadable:
+            return None
+        if record is None or not record.serving.alive():
+            return None
+        client = client_of(self.folder, record.serving)
+        try:
+            return client.get("/v1/status", deadline_s=ATTACH_TIMEOUT_S).get("transport")
+        except (RoleRefused, RoleUnreachable):
+            return None
+        finally:
+            client.close()
+
     def forget_dead(self) -> None:
         """Remove what a dead session has left on this machine (shared memory, files)."""
         with contextlib.suppress(SessionUnreadable):

@@ -50,7 +50,8 @@ def main(resolved: Resolved) -> int:
     try:
         with job.exclusive(folder):
             session = Session(resolved)
-            start = job.prepare(resolved, session)
+            start, resolved, choice = job.prepare(resolved, session)
+            _say(f"weights travel by {choice.transport}: {choice.reason}")
             specs = [session.role(s) for s in job.role_specs(resolved.sections, folder)]
             return run_job(resolved, start, specs, session)
     except OSError as e:

@@ -24,7 +24,8 @@ from torchtitan_rl_ft.serving.holder_book import LOOK_S, HolderBook
 from torchtitan_rl_ft.serving.kept_child import KeptChild
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import SUPERSEDED, Fetched, HolderClient, HolderError
-from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, run_memory
+from torchtitan_rl_ft.weights.holder.files import remove_run
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
 from torchtitan_rl_ft.weights.transports.base import (
     Release,
@@ -62,11 +63,12 @@ class Start(Protocol):
 @dataclass(frozen=True)
 class RelaySetup:
     """`run_id` names the relays' memory; it stays when serving is started anew, and what they held
-    is still there. `token` is the run's."""
+    is still there, while the process that `owner` names lives. `token` is the run's."""
 
     weights: WeightsSection
     run_id: str
     token: str
+    owner: Callable[[], ProcessId]
     start: Start = launch.start
 
 
@@ -103,6 +105,7 @@ class Relay:
         )
         self._url: str | None = None
         self._serving_url = ""
+        self._distrusted = False
         self._fetching = asyncio.Lock()
         self._held: dict[Key, Fetched] = {}
         self.invalid: dict[Key, str] = {}
@@ -135,14 +138,19 @@ class Relay:
             "relay",
             self._site.setup.run_id,
             self._site.weights,
-            ProcessId.current(),
+            self._site.setup.owner(),
             serving_url=self._serving_url,
         )
 
     def start(self, log: Path) -> process.Child:
         """Raises OSError."""
+        if self._distrusted:
+            self._distrusted = False
+            shutil.rmtree(self.settings.folder, ignore_errors=True)
         setup = self._site.setup
-        return setup.start(self.settings, token=setup.token, log=log, env=dict(os.environ))
+        return setup.start(
+            self.settings, token=setup.token, log=log, env=launch.environment(os.environ)
+        )
 
     async def attend(self, child: process.Child) -> str:
         """Ready at its first report; why it has to be replaced."""
@@ -165,14 +173,10 @@ class Relay:
         self._url, self._held = None, {}
         self._site.book.gone(self.name)
 
-    def remove_memory(self) -> None:
-        """Of a relay that has ended for good."""
-        shutil.rmtree(self.settings.folder, ignore_errors=True)
-
     def distrust(self) -> None:
         """What it holds is not what it should be: a new process gets it anew."""
         if (child := self._kept.child) is not None:
-            self.remove_memory()
+            self._distrusted = True
             process.kill(child.id)
 
     # Versions -------------------------------------------------------------------------------
@@ -335,7 +339,7 @@ class Relays:
     def remove_memory(self) -> None:
         """Of relays that have ended for good."""
         setup = self.site.setup
-        shutil.rmtree(run_memory(setup.weights.memory_folder, setup.run_id), ignore_errors=True)
+        remove_run(setup.weights.memory_folder, setup.run_id)
 
     def holding(self, key: Key) -> dict[str, Fetched]:
         """Relays that hold a version, by name."""

@@ -29,9 +29,6 @@ START_DEADLINE_S = 30.0
 RESERVE_DEADLINE_S = 5.0
 """The rank stands still meanwhile."""
 
-_NOT_FOR_A_SOURCE = ("UCX_", "NIXL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "LD_PRELOAD")
-"""Of the rank's environment: what UCX does is pinned by [weights], and a source holds no device."""
-
 
 def sources_run_id(run: RunFolder) -> str:
     """Of the sources of a run, on this machine."""
@@ -41,11 +38,6 @@ def sources_run_id(run: RunFolder) -> str:
 def remove_memory(run: RunFolder, weights: WeightsSection) -> None:
     """What sources of a run that has ended have left."""
     shutil.rmtree(run_memory(weights.memory_folder, sources_run_id(run)), ignore_errors=True)
-
-
-def source_environment(base: Mapping[str, str]) -> dict[str, str]:
-    kept = {k: v for k, v in base.items() if not k.startswith(_NOT_FOR_A_SOURCE)}
-    return {**kept, "CUDA_VISIBLE_DEVICES": ""}
 
 
 class Start(Protocol):
@@ -99,7 +91,7 @@ class Source:
                 process.describe(code),
                 self._log,
             )
-        env = source_environment(os.environ)
+        env = launch.environment(os.environ)
         self._child = self._start(self.settings, token=self._token, log=self._log, env=env)
         self.starts += 1
         self._answered = False

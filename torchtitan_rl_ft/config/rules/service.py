@@ -33,11 +33,6 @@ def serving(job: Job) -> Iterator[str]:
         yield job.broken("top_k must be -1 (all) or at least 1", "rollout.top_k")
     if rollout.engine_python and not job.machine.find_program(rollout.engine_python):
         yield job.broken("there is no such interpreter", "rollout.engine_python")
-    if rollout.weight_transport == "nixl":
-        yield job.broken(
-            "weights over UCX arrive with a later version: use disk or auto",
-            "rollout.weight_transport",
-        )
 
 
 def session(job: Job) -> Iterator[str]:

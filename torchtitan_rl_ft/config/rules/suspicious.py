@@ -54,6 +54,11 @@ def suspicious(job: Job) -> list[str]:
         "recovery.check_for_nan_in_loss_and_grad",
     )
     warn(
+        job.resolved.sections.weights.ucx_devices == "all" and rollout.weight_transport != "disk",
+        "UCX has no authentication, and listens on every network that this machine is on",
+        "weights.ucx_devices",
+    )
+    warn(
         rl.samples_per_prompt == 1,
         "a prompt group of one sample has no advantage and teaches nothing",
         "rl.samples_per_prompt",

@@ -14,6 +14,16 @@ from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 
 ADDRESS_FILE = "holder.json"
 
+_NOT_FOR_A_HOLDER = ("UCX_", "NIXL_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "LD_PRELOAD")
+"""Of its parent's environment: what UCX does is pinned by [weights], and a holder holds no device.
+"""
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Of a holder, made of its parent's."""
+    kept = {k: v for k, v in base.items() if not k.startswith(_NOT_FOR_A_HOLDER)}
+    return {**kept, "CUDA_VISIBLE_DEVICES": ""}
+
 
 @dataclass(frozen=True)
 class HolderAddress:

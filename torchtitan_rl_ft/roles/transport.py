@@ -1,0 +1,41 @@
+"""The transport of a job's policies: decided before anything is started, for all roles alike."""
+
+from __future__ import annotations
+
+from torchtitan_rl_ft.config.errors import ConfigError
+from torchtitan_rl_ft.config.resolve import AUTOMATIC, Resolved
+from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.weights.transports.choice import Choice, Facts, TransportUnavailable, choose
+from torchtitan_rl_ft.weights.transports.facts import gather
+
+KEY = "rollout.weight_transport"
+
+
+def decide(resolved: Resolved, session: Session) -> tuple[Resolved, Choice]:
+    """The job with the transport in use in place of "auto", and why it is that one. Raises
+    ConfigError: "nixl" was asked for and cannot be."""
+    wanted = resolved.sections.rollout.weight_transport
+    in_use = session.transport_in_use() if wanted != "disk" else None
+    if in_use == "disk":
+        reason = f"serving of session {session.folder.id}, which goes on, has no relays"
+        if wanted == "nixl":
+            raise ConfigError(f"{resolved.where(KEY)}: {reason}: end it first, or use auto")
+        choice = Choice("disk", reason)
+    elif in_use == "nixl" and wanted == "auto":
+        choice = Choice("nixl", f"serving of session {session.folder.id} goes on")
+    else:
+        try:
+            choice = choose(wanted, gather(resolved) if wanted != "disk" else Facts(None))
+        except TransportUnavailable as e:
+            raise ConfigError(f"{resolved.where(KEY)}: {e}") from None
+    return put(resolved, choice), choice
+
+
+def put(resolved: Resolved, choice: Choice) -> Resolved:
+    """The resolved job with that transport."""
+    if resolved.get(KEY) == choice.transport:
+        return resolved
+    values = {**resolved.values, "rollout": {**resolved.values["rollout"]}}
+    values["rollout"]["weight_transport"] = choice.transport
+    origins = {**resolved.origins, KEY: f"{AUTOMATIC}{choice.reason}"}
+    return Resolved(values, origins, resolved.missing)
