@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace, overrides: list[Override]) -> int:
         if args.role is not None and ATTEMPT_ENV not in os.environ:
             from torchtitan_rl_ft.roles import job
 
-            job.join(resolved)
+            resolved = job.join(resolved)
         if args.role is None and resolved.sections.chaos.enable:
             from torchtitan_rl_ft.chaos import role as chaos
 

@@ -83,7 +83,8 @@ def home(tmp_path, monkeypatch):
 
 
 def arguments(folder, *more):
-    return ["--job.config_file", "rl_ft_debug.toml", "--job.dump_folder", str(folder), *more]
+    job = ["--job.config_file", "rl_ft_debug.toml", "--job.dump_folder", str(folder)]
+    return [*job, "--rollout.weight_transport", "disk", *more]
 
 
 def start(folder, roles, *more):

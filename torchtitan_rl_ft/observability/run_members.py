@@ -24,7 +24,7 @@ MOST_MEMBERS = 4096
 MOST_REASON = 300
 """Characters of a reason that are kept."""
 
-_NUMBERED = re.compile(r"(trainer|engine|standby)-\d+")
+_NUMBERED = re.compile(r"(trainer|engine|standby|relay)-\d+")
 
 
 def kind_of(name: str) -> str:

@@ -75,11 +75,10 @@ def examine(resolved: Resolved) -> Iterator[Finding]:
 
 def libraries() -> Iterator[Finding]:
     """Versions that are there, against those that this package was made for."""
-    wanted = dict(
-        found.groups()
-        for line in metadata.requires(PACKAGE) or ()
-        if (found := _PINNED.match(line))
-    )
+    wanted = {}
+    for line in metadata.requires(PACKAGE) or ():
+        if (found := _PINNED.match(line)) is not None:
+            wanted[found[1]] = found[2]
     for name in SHOWN:
         try:
             version = metadata.version(name)

@@ -22,7 +22,6 @@ from torchtitan_rl_ft.roles.role_spec import RoleSpec
 from torchtitan_rl_ft.roles.session import SERVING, Session
 from torchtitan_rl_ft.run_folder import RUN_ENV, STANDBY_ENV, TOKEN_ENV, RunFolder
 from torchtitan_rl_ft.session_folder import SessionUnreadable
-from torchtitan_rl_ft.weights.transports.choice import Choice
 
 
 @contextmanager
@@ -46,12 +45,11 @@ def exclusive(folder: RunFolder) -> Generator[None]:
         os.close(fd)
 
 
-def prepare(resolved: Resolved, session: Session) -> tuple[start_state.Start, Resolved, Choice]:
+def prepare(resolved: Resolved, session: Session) -> start_state.Start:
     """Make the run folder ready for its roles, and the session that an earlier job has left.
-    Called with the folder held. Returns the job with the transport that it uses, too.
+    Called with the folder held.
 
-    Raises ConfigError (the state of folder or session does not allow a start, or the transport
-    cannot be used), OSError.
+    Raises ConfigError (the state of folder or session does not allow a start), OSError.
     """
     folder = resolved.run_folder
     try:
@@ -61,7 +59,6 @@ def prepare(resolved: Resolved, session: Session) -> tuple[start_state.Start, Re
     decision = start_state.decide(found, start_state.Wish.of(resolved))
     if decision.start is start_state.Start.REFUSE:
         raise ConfigError(decision.reason)
-    resolved, choice = transport.decide(resolved, session)
     if decision.start is start_state.Start.REATTACH:
         session.take_over()
         _refuse_stranger(folder, session)
@@ -76,18 +73,24 @@ def prepare(resolved: Resolved, session: Session) -> tuple[start_state.Start, Re
     folder.remove_scratch()
     _check_dumps(resolved)
     resolved.write(folder)
-    return decision.start, resolved, choice
+    return decision.start
 
 
-def join(resolved: Resolved) -> None:
+def join(resolved: Resolved) -> Resolved:
     """Make the run folder ready for a role started by hand: what the first one makes, the token
-    too, the others find. Raises ConfigError, OSError."""
+    and the choice of the transport too, the others find. Returns the job with that. Raises
+    ConfigError, OSError."""
     folder = resolved.run_folder
+    if folder.resolved_config.exists():
+        resolved = transport.as_written(resolved)
+    else:
+        resolved, _ = transport.decide(resolved, Session(resolved))
     folder.token(create=True)
     _make_model(resolved)
     _check_dumps(resolved)
     if not folder.resolved_config.exists():
         resolved.write(folder)
+    return resolved
 
 
 def _check_dumps(resolved: Resolved) -> None:

@@ -170,6 +170,8 @@ def _session(folder: SessionFolder, record: SessionRecord) -> dict[str, Any]:
         "admission": None if answer is None else answer.get("admission"),
         "version": None if answer is None else answer.get("version"),
         "gateway": None if answer is None else answer.get("gateway"),
+        "transport": None if answer is None else answer.get("transport"),
+        "relays": [] if answer is None else answer.get("relays", []),
         "trainers": [{"name": t.name, **_process(t)} for t in record.trainers],
         "retain_ttl_s": record.retain_ttl_s,
         "ttl_left_s": left_s,
@@ -287,6 +289,9 @@ def _session_lines(found: dict[str, Any]) -> list[str]:
     if (gateway := found["gateway"]) is not None:
         told = f"process {gateway['pid']}" if gateway["pid"] is not None else "down"
         lines.append(_line("gateway", f"{told}, engines listed {len(gateway['listed'])}"))
+    if found["transport"] is not None:
+        lines.append(_line("transport", found["transport"]))
+    lines += [_line("relay", _relay_text(relay)) for relay in found["relays"]]
     several = len({e.get("group") for e in found["engines"]}) > 1
     for e in found["engines"]:
         told = [f"engine-{e['slot']}", e.get("group") if several else None]
@@ -296,6 +301,15 @@ def _session_lines(found: dict[str, Any]) -> list[str]:
         told += [f"restarts {e['restarts']}" if e.get("restarts") else None, e.get("reason")]
         lines.append(_line("engine", "  ".join(str(t) for t in told if t)))
     return lines
+
+
+def _relay_text(relay: dict[str, Any]) -> str:
+    told = [relay["name"]]
+    told.append("down" if relay["pid"] is None else f"process {relay['pid']}")
+    held = ", ".join(map(str, relay["holds"]))
+    told.append(f"holds step {held}" if held else "holds nothing")
+    told.append(f"restarts {relay['restarts']}" if relay["restarts"] else "")
+    return "  ".join(t for t in [*told, relay["problem"]] if t)
 
 
 def _line(name: str, text: Any) -> str:

@@ -24,7 +24,7 @@ from torchtitan_rl_ft.observability.events import EventLog, Kind
 from torchtitan_rl_ft.observability.otel import export_events
 from torchtitan_rl_ft.observability.reward_curve import save_png
 from torchtitan_rl_ft.observability.summary import Summary, render
-from torchtitan_rl_ft.roles import exits, job, watcher
+from torchtitan_rl_ft.roles import exits, job, transport, watcher
 from torchtitan_rl_ft.roles.keeper import RoleKeeper
 from torchtitan_rl_ft.roles.lifecycle import RestartLimits
 from torchtitan_rl_ft.roles.loans import BorrowedPlaces
@@ -50,13 +50,22 @@ def main(resolved: Resolved) -> int:
     try:
         with job.exclusive(folder):
             session = Session(resolved)
-            start, resolved, choice = job.prepare(resolved, session)
-            _say(f"weights travel by {choice.transport}: {choice.reason}")
+            resolved = _with_transport(resolved, session)
+            start = job.prepare(resolved, session)
             specs = [session.role(s) for s in job.role_specs(resolved.sections, folder)]
             return run_job(resolved, start, specs, session)
     except OSError as e:
         _say(f"error: run folder {folder.path}: {e.strerror or e}: {e.filename or ''}")
         return ExitCode.FAILED
+
+
+def _with_transport(resolved: Resolved, session: Session) -> Resolved:
+    """Says what was chosen for the user, and why. Raises ConfigError."""
+    decided, choice = transport.decide(resolved, session)
+    if resolved.sections.rollout.weight_transport != choice.transport:
+        with while_read():
+            print(f"weights travel by {choice.transport}: {choice.reason}", flush=True)
+    return decided
 
 
 def run_job(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_rl_ft.config.errors import ConfigError
-from torchtitan_rl_ft.config.resolve import AUTOMATIC, Resolved
+from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.roles.session import Session
 from torchtitan_rl_ft.weights.transports.choice import Choice, Facts, TransportUnavailable, choose
 from torchtitan_rl_ft.weights.transports.facts import gather
@@ -28,14 +28,14 @@ def decide(resolved: Resolved, session: Session) -> tuple[Resolved, Choice]:
             choice = choose(wanted, gather(resolved) if wanted != "disk" else Facts(None))
         except TransportUnavailable as e:
             raise ConfigError(f"{resolved.where(KEY)}: {e}") from None
-    return put(resolved, choice), choice
+    return resolved.with_choice(KEY, choice.transport, choice.reason), choice
 
 
-def put(resolved: Resolved, choice: Choice) -> Resolved:
-    """The resolved job with that transport."""
-    if resolved.get(KEY) == choice.transport:
+def as_written(resolved: Resolved) -> Resolved:
+    """For a role that is started by hand: with what the first role of the run folder has found,
+    where its own configuration leaves that open. Raises ConfigError."""
+    folder = resolved.run_folder
+    if resolved.get(KEY) != "auto":
         return resolved
-    values = {**resolved.values, "rollout": {**resolved.values["rollout"]}}
-    values["rollout"]["weight_transport"] = choice.transport
-    origins = {**resolved.origins, KEY: f"{AUTOMATIC}{choice.reason}"}
-    return Resolved(values, origins, resolved.missing)
+    found = Resolved.read(folder.path).get(KEY)
+    return resolved.with_choice(KEY, found, f"in {folder.resolved_config}")

@@ -7,14 +7,16 @@ import math
 import shutil
 from pathlib import Path
 
+import psutil
+
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.weights.tensor_files import TensorFile, TensorFileError
 from torchtitan_rl_ft.weights.transports.choice import Facts, copies_held
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
 
-PUBLISHED_ITEM_BYTES = 4
-"""Of a parameter, at most: trainers keep them in float32."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""By `training.dtype`: what is trained is what is published."""
 
 
 def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
@@ -30,7 +32,10 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
         problem,
         policies_travel,
         external,
-        image_bytes(Path(sections.model.hf_assets_path)) if sections.model.hf_assets_path else 0,
+        image_bytes(
+            Path(sections.model.hf_assets_path or resolved.run_folder.model),
+            str(resolved.get("training.dtype")),
+        ),
         copies_held(weights.holders, sections.fault_tolerance.replica_groups),
         free_bytes(weights.memory_folder),
         weights.memory_folder,
@@ -43,18 +48,18 @@ def memory_problem(folder: str) -> str | None:
 
 
 def free_bytes(folder: str) -> int:
-    """0 where it cannot be told."""
+    """What is in a file system in memory is memory: both have to have room. 0 where it cannot be
+    told."""
     try:
-        return shutil.disk_usage(folder).free
+        return min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
     except OSError:
         return 0
 
 
-def image_bytes(model: Path) -> int:
-    """Of a version that is published, at most, by the checkpoint in `model`; 0 when there is none
-    that can be read."""
+def image_bytes(model: Path, dtype: str) -> int:
+    """Of the weights in `model` when they are trained as `dtype`; 0 when nobody can tell yet."""
     try:
-        return sum(_items(file) for file in _files(model)) * PUBLISHED_ITEM_BYTES
+        return sum(_items(file) for file in _files(model)) * ITEM_BYTES.get(dtype, 4)
     except (OSError, TensorFileError, ValueError, KeyError, TypeError, AttributeError):
         return 0
 
