@@ -170,6 +170,28 @@ def test_without_memory_the_version_is_left_out_and_the_reason_is_told(rank, mon
     assert rank.offer(V1) == (Offered(), None)
 
 
+def test_a_source_that_does_not_come_up_is_not_started_for_every_version(tmp_path):
+    now_s, argv = [time.monotonic()], [sys.executable, "-c", "raise SystemExit(2)"]
+
+    def start(settings, *, token, log, env):
+        return process.spawn(argv, log=log, env=env)
+
+    run = RunFolder(tmp_path)
+    weights = WeightsSection(memory_folder=str(tmp_path / "memory"))
+    source = Source(run, weights, 0, 0, "secret", start, lambda: now_s[0])
+    starts = []
+    for _ in range(4):
+        with pytest.raises(RoleUnreachable, match="exit code 2"):
+            source.reserve(V1, b"")
+        starts.append(source.starts)
+    assert starts == [1, 1, 1, 1]
+    now_s[0] += source_module.LONGEST_START_PAUSE_S + 1
+    with pytest.raises(RoleUnreachable, match="exit code 2"):
+        source.reserve(V1, b"")
+    assert source.starts == 2
+    source.close()
+
+
 def test_a_group_without_the_duty_does_not_wait_for_its_source(rank):
     rank.offer(V1)
     slow = rank.say("slow")

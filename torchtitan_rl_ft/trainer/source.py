@@ -9,7 +9,8 @@ import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ START_DEADLINE_S = 30.0
 
 RESERVE_DEADLINE_S = 5.0
 """The rank stands still meanwhile."""
+
+START_PAUSE_S = 5.0
+LONGEST_START_PAUSE_S = 60.0
 
 
 def sources_run_id(run: RunFolder) -> str:
@@ -60,6 +64,7 @@ class Source:
         rank: int,
         token: str,
         start: Start = launch.start,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         owner = Owner.from_environment()
         self.name = f"trainer-{replica_id}.{rank}"
@@ -71,7 +76,7 @@ class Source:
             owner.id if owner is not None else ProcessId.current(),
             run_folder=str(run.path),
         )
-        self._token, self._start = token, start
+        self._token, self._start, self._clock = token, start, clock
         attempt = int(os.environ.get(ATTEMPT_ENV, "1"))
         self._log = run.log_file(f"{self.name}-source", attempt)
         self._child: process.Child | None = None
@@ -79,12 +84,22 @@ class Source:
         self.starts = 0
         """Processes so far."""
         self._answered = False
+        self._in_vain = 0
 
     def ensure(self) -> None:
-        """Start it unless it runs. Raises OSError."""
+        """Start it unless it runs. After starts in vain not at once: it will hardly come up now.
+        Raises OSError, RoleUnreachable."""
         if self._child is not None:
             if (code := self._child.returncode) is None:
                 return
+            in_vain = 0 if self._answered else self._in_vain + 1
+            pause_s = min(in_vain * START_PAUSE_S, LONGEST_START_PAUSE_S)
+            if self._clock() < self._child.started_mono_s + pause_s:
+                raise RoleUnreachable(
+                    f"the source {self.name} does not come up ({process.describe(code)}); log: "
+                    f"{self._log}"
+                )
+            self._in_vain = in_vain
             logger.warning(
                 "source %s: %s, another one is started; log: %s",
                 self.name,
