@@ -194,6 +194,8 @@ class Fetch:
         ranges = intersect(lease.ranges, self._missing)
         header, parts = await client.pieces(self._wish.key, ASK_TIMEOUT_S, ranges)
         version = await self._version_of(header)
+        if (left := intersect(lease.ranges, self._missing)) != ranges:  # of an earlier try
+            ranges, parts = left, (await client.pieces(self._wish.key, ASK_TIMEOUT_S, left))[1]
         if not contains(ranges, cover(parts)):
             raise ReceiveFailed("it has other pieces than it was asked for")
         if self._assets is None:
@@ -260,7 +262,9 @@ class Fetch:
     async def _stop(self) -> None:
         for task in self._work:
             task.cancel()
-        await asyncio.gather(*self._work, return_exceptions=True)
+        ended = await asyncio.gather(*self._work, return_exceptions=True)
+        unused = [lease for leases in ended if isinstance(leases, list) for lease in leases]
+        await asyncio.gather(*(self._give_back(lease, None) for lease in unused))
 
     def _causes(self) -> str:
         last = list(dict.fromkeys([*self._failures[-3:], self._trouble]))

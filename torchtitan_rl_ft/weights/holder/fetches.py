@@ -28,13 +28,12 @@ class Fetches:
         version = self._held(wish)
         if version is not None:
             return version
-        if self._task is None or self._task.done() or self._wish != wish:
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.wait([self._task])
+        while (task := self._task) is not None and not task.done() and self._wish != wish:
+            task.cancel()
+            await asyncio.wait([task])
+        if task is None or task.done():
             self._wish = wish
-            self._task = asyncio.create_task(self._run(wish, timeout_s))
-        task = self._task
+            self._task = task = asyncio.create_task(self._run(wish, timeout_s))
         await asyncio.wait([task])  # a caller that leaves does not end it
         if task.cancelled():
             raise Superseded(f"{wish.key} was given up for another version")

@@ -44,6 +44,10 @@ class HolderRuns(Exception):
     """Another process is this holder."""
 
 
+class NotOwned(Exception):
+    """Somebody else could read or change what is in the memory of this user's runs."""
+
+
 class HolderFiles:
     """Raises OSError, throughout."""
 
@@ -53,7 +57,8 @@ class HolderFiles:
 
     def open(self, timeout_s: float = 5.0) -> None:
         """Make the folder this process's own; what other runs of this user left behind is removed.
-        A predecessor may be dying. Raises HolderRuns."""
+        A predecessor may be dying. Raises HolderRuns, NotOwned."""
+        _own(user_memory(self._settings.weights.memory_folder))
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(
             self.folder / LOCK_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -174,6 +179,15 @@ def _key_of(folder: Path) -> Key | None:
         return Key(int(fields["step"]), str(fields["token"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _own(folder: Path) -> None:
+    """The file system is everybody's. Raises NotOwned, OSError."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    stat = folder.lstat()
+    if stat.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+        raise NotOwned(f"{folder} belongs to somebody else: set weights.memory_folder")
+    folder.chmod(0o700)
 
 
 # Runs that ended ------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from torchtitan_rl_ft.weights.pieces import Range, clip, contains, merge
 
 TELL_TIMEOUT_S = 2.0
 FAILED = 502
+MAX_STALL_S = 60.0
+"""No receiver bars others for longer."""
 
 
 class Routes:
@@ -136,6 +138,7 @@ class Routes:
             raise RequestError(400, f"not memory to push into: {type(e).__name__}: {e}") from e
         parts = self._parts_for(body, version, offer)
         stall_timeout_s = float(_field(body, "stall_timeout_s", (int, float)))
+        stall_timeout_s = min(stall_timeout_s, MAX_STALL_S)
         with self._shelf.using(version.key):
             try:
                 await asyncio.get_running_loop().run_in_executor(

@@ -73,12 +73,13 @@ class Shelf:
     async def reserve(self, key: Key, image: Image) -> Path:
         """A file to write parts of `image` into; the rank sees to it that there is memory for its
         own. Raises NoMemory, OSError."""
-        for version in (self._versions.get(key), self._reserved.get(key)):
-            if version is not None and version.image.layout_digest == image.layout_digest:
+        for known in (self._versions, self._reserved):
+            if (version := _same(known, key, image)) is not None:
                 return version.file.path
         for old in list(self._reserved):  # their rank will not come back to them
             self._leaving.append(self._reserved.pop(old))
-        for old in list(self._versions)[: 1 - VERSIONS_HELD]:
+        older = [k for k in self._versions if k != key][: 1 - VERSIONS_HELD]
+        for old in [*older, *({key} & set(self._versions))]:
             self._leaving.append(self._versions.pop(old))
         self._drop_leaving()
         self._reserved[key] = await self._new(key, image, [(0, len(image.header))])
@@ -114,15 +115,19 @@ class Shelf:
     async def begin(self, key: Key, image: Image) -> Version:
         """Memory for a version that is fetched, with what an earlier try left of it. Raises
         NoMemory, OSError."""
-        version = self._versions.get(key)
-        if version is not None and version.image.layout_digest == image.layout_digest:
+        if (version := _same(self._versions, key, image)) is not None:
             return version
         for old in [v for v in self._versions.values() if v.manifest_digest is None]:
-            if old.key not in self._in_use:  # nobody will go on with it
+            if old.key == key or old.key not in self._in_use:  # nobody will go on with it
                 self._leaving.append(self._versions.pop(old.key))
         self._drop_leaving()
-        self._versions[key] = await self._new(key, image, [(0, image.nbytes)])
-        return self._versions[key]
+        making = asyncio.ensure_future(self._new(key, image, [(0, image.nbytes)]))
+        making.add_done_callback(self._take_up)  # also when nobody waits for it any more
+        return await asyncio.shield(making)
+
+    def _take_up(self, making: asyncio.Future[Version]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            self._versions[making.result().key] = making.result()
 
     @contextlib.contextmanager
     def using(self, key: Key) -> Iterator[None]:
@@ -199,6 +204,11 @@ class Shelf:
             version.file.close()
             self._leaving.remove(version)
             self._files.release(version.folder)
+
+
+def _same(known: dict[Key, Version], key: Key, image: Image) -> Version | None:
+    version = known.get(key)
+    return version if version and version.image.layout_digest == image.layout_digest else None
 
 
 def _copy_assets(assets: Path, folder: Path) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+from bisect import insort
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchtitan_rl_ft.weights.holder.push import Memory
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.pieces import Piece, Range, cover, merge
+from torchtitan_rl_ft.weights.tensor_files import MAX_HEADER_BYTES
 
 
 class HeldFile:
@@ -69,7 +71,7 @@ class Version:
         return Memory(self.file.address, tuple(self.ranges))
 
     def add(self, piece: Piece) -> None:
-        self.pieces = sorted([*self.pieces, piece])
+        insort(self.pieces, piece)
 
     def report(self, with_pieces: bool) -> dict[str, Any]:
         """What the directory is told of it."""
@@ -89,7 +91,8 @@ def read_image(path: Path) -> Image:
     """Of a file that begins with a header. Raises OSError, ImageInvalid."""
     with open(path, "rb") as f:
         length = f.read(8)
-        return Image.from_header(length + f.read(int.from_bytes(length, "little")))
+        text = f.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        return Image.from_header(length + text)
 
 
 def write_header(path: Path, image: Image) -> None:
