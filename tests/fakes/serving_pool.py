@@ -31,7 +31,7 @@ from torchtitan_rl_ft.serving.launch import (
     make_scratch,
     stream_arguments,
 )
-from torchtitan_rl_ft.serving.relays import RelaySetup
+from torchtitan_rl_ft.serving.relays import RelaySetup, Start
 from torchtitan_rl_ft.serving.requests import GenerateRequest
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
@@ -202,10 +202,11 @@ async def open_pool(
     seeded: bool = True,
     gateway_program: GatewayProgram = smg_program,
     weights: dict[str, Any] | None = None,
+    start_holder: Start | None = None,
     **rollout: Any,
 ) -> AsyncIterator[Pool]:
-    """A service over `engines` fake engines, open. `weights`: [weights], with relays that are
-    fakes; its routes are served then."""
+    """A service over `engines` fake engines, open. `weights`: [weights], with relays that are fakes
+    unless `start_holder` starts others; its routes are served then."""
     folder = RunFolder(run)
     settings = RolloutSection(
         **{
@@ -222,7 +223,7 @@ async def open_pool(
     launcher = FakeLauncher(
         settings, model, folder, slot_plans(settings), faults or {}, is_seeded=seeded
     )
-    relays = None if weights is None else fake_relays(run, weights)
+    relays = None if weights is None else relay_setup(run, weights, start_holder)
     async with aiohttp.ClientSession() as http:
         service = ServingService(
             settings,
@@ -253,9 +254,10 @@ async def open_pool(
             await service.close()
 
 
-def fake_relays(run: Path, weights: dict[str, Any]) -> RelaySetup:
+def relay_setup(run: Path, weights: dict[str, Any], start: Start | None) -> RelaySetup:
     section = WeightsSection(**{"memory_folder": str(run / "memory"), **weights})
-    return RelaySetup(section, "session", TOKEN, ProcessId.current, start_fake_holder)
+    start = start or start_fake_holder
+    return RelaySetup(section, "session", TOKEN, ProcessId.current, start)
 
 
 def start_fake_holder(

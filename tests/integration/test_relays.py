@@ -4,18 +4,20 @@ lies or is lost holds up nobody else. Holders and engines are fakes, processes a
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import serving_pool
 from policies import tiny_model, token_of, write_policy
 from safetensors.numpy import load_file
 from serving_pool import TOKEN, Pool, open_pool, start_fake_holder
@@ -24,8 +26,9 @@ from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.kept_child import ChildFailed
-from torchtitan_rl_ft.serving.relays import RelaySetup
+from torchtitan_rl_ft.serving.relays import Start
 from torchtitan_rl_ft.serving.releases import Announcement, PublishRefused
+from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import read_manifest
@@ -42,8 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Source:
     """A trainer rank's holder, which has whole policies."""
 
-    def __init__(self, pool: Pool, name: str) -> None:
-        self._pool, self.name = pool, name
+    def __init__(self, pool: Pool, name: str, start: Start = start_fake_holder) -> None:
+        self._pool, self.name, self._is_fake = pool, name, start is start_fake_holder
         settings = HolderSettings(
             name,
             "source",
@@ -53,25 +56,38 @@ class Source:
             serving_url=pool.url,
         )
         log = pool.folder.path / f"{name}.log"
-        self.child = start_fake_holder(settings, token=TOKEN, log=log, env=dict(os.environ))
+        self.child = start(settings, token=TOKEN, log=log, env=dict(os.environ))
 
     async def offer(self, folder: Path) -> None:
-        await self._ask("/v1/offer", {"folder": str(folder)})
+        if self._is_fake:
+            await self._ask("/v1/offer", {"folder": str(folder)})
+            return
+        manifest, image = read_manifest(folder), image_of(folder)
+        key = {"step": manifest.step, "token": manifest.token}
+        header = base64.b64encode(image.header).decode()
+        file = (await self._ask("/v1/reserve", {**key, "header": header}))["file"]
+        with open(file, "r+b") as f:
+            f.write((folder / WEIGHTS_FILE).read_bytes())
+        ranges = [[len(image.header), image.nbytes]]
+        offer = {**key, "file": file, "ranges": ranges, "assets": str(folder)}
+        await self._ask("/v1/offer", offer)
 
     async def fault(self, **faults: Any) -> None:
         await self._ask("/fault", faults)
 
-    async def _ask(self, path: str, body: dict[str, Any]) -> None:
+    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         url = (await until(self._pool, lambda found: shown(found, self.name)))["url"]
-        await ask(self._pool, url, path, body)
+        return await ask(self._pool, url, path, body)
 
     def kill(self) -> None:
         self.child.send(signal.SIGKILL)
 
 
 @contextlib.asynccontextmanager
-async def source(pool: Pool, name: str = "source-0.0") -> AsyncIterator[Source]:
-    made = Source(pool, name)
+async def source(
+    pool: Pool, name: str = "source-0.0", start: Start = start_fake_holder
+) -> AsyncIterator[Source]:
+    made = Source(pool, name, start)
     try:
         yield made
     finally:
@@ -141,14 +157,21 @@ async def ready(pool: Pool) -> None:
     await pool.until(lambda: not {"starting", "retired"} & set(pool.working_states()))
 
 
+HOLDERS = {"fake": start_fake_holder}
+if find_spec("nixl_cu13") is not None:
+    HOLDERS["nixl"] = launch.start
+
+
 @pytest.mark.row("D1")
 @pytest.mark.row("D2")
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_engines_load_what_their_relay_has_got_from_a_trainer(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, start: Start
 ) -> None:
+    weights = {"holders": 2, "piece_mb": 1}
     async with (
-        open_pool(tmp_path, model, weights={"holders": 2}, engines=3) as pool,
-        source(pool) as trainer,
+        open_pool(tmp_path, model, weights=weights, start_holder=start, engines=3) as pool,
+        source(pool, start=start) as trainer,
     ):
         await ready(pool)
         for step in (1, 2, 3):
@@ -202,11 +225,14 @@ async def test_a_relay_that_dies_in_a_fetch_is_started_again_and_goes_on(
 
 
 @pytest.mark.row("M4")
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_a_new_engine_and_a_new_relay_get_the_version_outside_any_round(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, start: Start
 ) -> None:
-    async with open_pool(tmp_path, model, weights={"holders": 2}, engines=2) as pool:
-        async with source(pool) as trainer:
+    async with open_pool(
+        tmp_path, model, weights={"holders": 2}, start_holder=start, engines=2
+    ) as pool:
+        async with source(pool, start=start) as trainer:
             await ready(pool)
             folder = policy(pool, 1)
             await trainer.offer(folder)
@@ -215,7 +241,7 @@ async def test_a_new_engine_and_a_new_relay_get_the_version_outside_any_round(
         dead = await relay_process(pool, "relay-1")
         memory = next(tmp_path.glob("memory/*/session/relay-1"))
         for held in memory.glob("step-*"):
-            (held / "manifest.json").unlink()
+            shutil.rmtree(held)
         os.kill(dead.pid, signal.SIGKILL)
         engine = pool.service.pool.slots[1].engine
         assert engine is not None
@@ -226,12 +252,13 @@ async def test_a_new_engine_and_a_new_relay_get_the_version_outside_any_round(
 
 
 @pytest.mark.row("D10")
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_a_byte_that_flips_in_memory_is_found_and_got_anew(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, start: Start
 ) -> None:
     async with (
-        open_pool(tmp_path, model, weights={"holders": 2}, engines=2) as pool,
-        source(pool) as trainer,
+        open_pool(tmp_path, model, weights={"holders": 2}, start_holder=start, engines=2) as pool,
+        source(pool, start=start) as trainer,
     ):
         await ready(pool)
         folder = policy(pool, 1)
@@ -276,11 +303,7 @@ async def test_a_relay_that_does_not_stay_up_ends_serving(
     def start(settings: HolderSettings, *, token: str, log: Path, env: Any) -> process.Child:
         return process.spawn([sys.executable, "-c", program], log=log, env=env)
 
-    setup = RelaySetup(
-        WeightsSection(memory_folder=str(tmp_path)), "s", TOKEN, ProcessId.current, start
-    )
-    monkeypatch.setattr(serving_pool, "fake_relays", lambda run, weights: setup)
-    async with open_pool(tmp_path, model, weights={}, engines=1) as pool:
+    async with open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool:
         with pytest.raises(ChildFailed, match=told) as failed:
             async with asyncio.timeout(LIMIT_S):
                 await pool.service.run_until_failed()
@@ -291,12 +314,13 @@ async def test_a_relay_that_does_not_stay_up_ends_serving(
 # Bad input ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_what_is_no_policy_of_this_job_is_refused_and_nothing_is_lost(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, start: Start
 ) -> None:
     async with (
-        open_pool(tmp_path, model, weights={}, engines=1) as pool,
-        source(pool) as trainer,
+        open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool,
+        source(pool, start=start) as trainer,
     ):
         await ready(pool)
         folder = policy(pool, 1)
@@ -387,12 +411,13 @@ async def test_every_route_needs_the_token_and_understands_what_it_takes(
 # Memory that serving's end leaves -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_a_restarted_serving_goes_on_with_what_relays_had(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, start: Start
 ) -> None:
     """Its predecessor was killed: relays are new processes, their memory is still there."""
-    async with open_pool(tmp_path, model, weights={}, engines=1) as pool:
-        async with source(pool) as trainer:
+    async with open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool:
+        async with source(pool, start=start) as trainer:
             await ready(pool)
             folder = policy(pool, 1)
             await trainer.offer(folder)
@@ -401,7 +426,7 @@ async def test_a_restarted_serving_goes_on_with_what_relays_had(
         kept = tmp_path / "kept"
         memory.rename(kept)
     kept.rename(memory)
-    async with open_pool(tmp_path, model, weights={}, engines=1) as pool:
+    async with open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool:
         assert pool.service.version == 1, "it never falls back"
         await pool.until(lambda: serving(pool, 1) == 1, LIMIT_S)
         assert not pool.seen("publish")
