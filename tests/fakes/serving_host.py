@@ -1,4 +1,5 @@
-"""Runs the real serving role from sections given as JSON: {"rollout": {...}, "run": folder}."""
+"""Runs the real serving role from sections given as JSON: {"rollout": {...}, "weights": {...},
+"run": folder}."""
 
 from __future__ import annotations
 
@@ -15,5 +16,6 @@ if __name__ == "__main__":
         Override("job.dump_folder", given["run"]),
         Override("model.hf_assets_path", given["model"]),
         *(Override(f"rollout.{key}", value) for key, value in given["rollout"].items()),
+        *(Override(f"weights.{key}", value) for key, value in given.get("weights", {}).items()),
     ]
     sys.exit(main(resolve_overrides(overrides)))

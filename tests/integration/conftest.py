@@ -125,11 +125,18 @@ def fake_engine_program(folder: Path) -> str:
     return str(program)
 
 
-def start_serving(run: Path, **rollout: Any) -> ServingRole:
+def start_serving(
+    run: Path, *, weights: dict[str, Any] | None = None, **rollout: Any
+) -> ServingRole:
     """A role that is ready; its engines come up meanwhile."""
     folder = RunFolder(run)
     model = tiny_model(folder.model)
-    given = {"run": str(run), "model": str(model), "rollout": {"engines": 2, **rollout}}
+    given = {
+        "run": str(run),
+        "model": str(model),
+        "rollout": {"engines": 2, **rollout},
+        "weights": weights or {},
+    }
     with open(run / "role.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, str(FAKES / "serving_host.py"), json.dumps(given)],
