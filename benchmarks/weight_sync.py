@@ -1,0 +1,208 @@
+"""How fast weights reach engines: holders over UCX against other ways, in one run.
+
+    python benchmarks/weight_sync.py [--megabytes 64 256 512 1024 2048] [--receivers 1 2 4 8]
+        [--repeats 3] [--quick] [--verify] [--out FILE]
+
+One trainer rank offers a version to its source; 1 to 8 relays get it from there and from one
+another, and check every byte. Beside it, unchecked: a memcpy of one thread, a TCP socket, gloo's
+broadcast, a file on disk, torchft's HTTP transport. All on one host, so these are loopback figures:
+a network changes what is fastest. Seconds until the first receiver has all, and until all have;
+the trainer's stall for one publish, over holders and to disk. --quick: 64 MB, 1 and 2 receivers. A
+size is left out where memory is short; what is checked costs CPU, so with few cores many receivers
+are slower than the network makes them. The picture is beside FILE. Aims: one hop over holders at
+half the speed of memcpy (same-host copy), no slower than a socket (TCP), N receivers in at most
+1 + log2(N) times the time of one, a stall of at most half of that of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from benchmarks.report import Aim, finish  # noqa: E402
+from benchmarks.weight_paths import crew, holders, plot, references  # noqa: E402
+from benchmarks.weight_paths.crew import Sample  # noqa: E402
+from torchtitan_rl_ft.config.weights import WeightsSection  # noqa: E402
+from torchtitan_rl_ft.models.tiny import make_tiny_model  # noqa: E402
+from torchtitan_rl_ft.weights.publisher import publish  # noqa: E402
+
+CMA, TCP = "holders", "holders, tcp"
+ALONE = "holders, relays give nothing"
+TENSOR_BYTES = 4 << 20
+HELD = 2
+"""Versions that every holder has memory for."""
+
+Rows = dict[tuple[str, int, int], Sample]
+"""Median by way, megabytes, receivers."""
+
+
+def tensors_of(nbytes: int) -> dict[str, torch.Tensor]:
+    """Layers as large as those of a small model."""
+    count = max(1, nbytes // TENSOR_BYTES)
+    each = nbytes // count // 2
+    return {f"layer.{i:04d}": torch.randn(each // 1024, 1024).bfloat16() for i in range(count)}
+
+
+def fits(nbytes: int, receivers: int) -> bool:
+    """Relays and source hold versions, the trainer has the weights; a quarter stays free."""
+    needed = nbytes * (HELD * (receivers + 1) + 2)
+    return needed < 0.75 * psutil.virtual_memory().available
+
+
+def other_ways(nbytes: int, receivers: int, folder: Path) -> dict[str, Callable[[], crew.Way]]:
+    return {
+        "socket": lambda: references.Socket(nbytes, receivers),
+        "gloo broadcast": lambda: references.Gloo(nbytes, receivers),
+        "disk": lambda: references.Disk(nbytes, folder),
+        "torchft HTTP": lambda: references.TorchftHttp(nbytes),
+    }
+
+
+def sites(folder: Path, nbytes: int) -> dict[str, holders.Site]:
+    """Ways over holders. One piece per 32 MB, as a job has it."""
+    usual, tensors = WeightsSection(), tensors_of(nbytes)
+    tcp = WeightsSection(ucx_tls="tcp")
+    return {
+        CMA: holders.Site(folder, usual, tensors),
+        TCP: holders.Site(folder, tcp, tensors),
+        ALONE: holders.Site(folder, usual, tensors, relays_give=False),
+    }
+
+
+def disk_stall_s(tensors: dict[str, torch.Tensor], folder: Path, repeats: int) -> float:
+    """What a trainer waits for when it writes a policy folder: gathered, hashed, durable."""
+    assets = make_tiny_model(folder / "assets", 0)
+    took = []
+    for step in range(repeats):
+        began = time.monotonic()
+        publish(
+            tensors,
+            target=folder / f"policy-{step % 2}",
+            assets=assets,
+            step=step,
+            token=f"{step:032x}",
+            writer=True,
+            buffer_bytes=1 << 28,
+        )
+        took.append(time.monotonic() - began)
+    return statistics.median(took)
+
+
+def measure(
+    megabytes: list[int], receivers: list[int], repeats: int
+) -> tuple[Rows, dict[str, float], list[str]]:
+    """Medians, stalls in seconds (of the largest size), and what was left out."""
+    rows: Rows = {}
+    stalls: dict[str, float] = {}
+    left_out = []
+    for size in megabytes:
+        nbytes = size << 20
+        rows["memcpy", size, 1] = crew.median(references.memcpy(nbytes, repeats))
+        for n in receivers:
+            if not fits(nbytes, n):
+                left_out.append(f"{size} MB to {n} receivers: not enough memory")
+                continue
+            with tempfile.TemporaryDirectory(dir=".") as temp:  # a disk, where /tmp may be none
+                folder = Path(temp).resolve()
+                for name, make in other_ways(nbytes, n, folder).items():
+                    rows[name, size, n] = crew.median(crew.measure(make(), n, repeats))
+                    show(name, size, n, rows[name, size, n])
+                made = sites(folder, nbytes)
+                for name, site in made.items():
+                    samples, offerings = holders.measure(site, n, repeats)
+                    rows[name, size, n] = crew.median(samples)
+                    show(name, size, n, rows[name, size, n])
+                    if name == CMA and n == receivers[0]:
+                        stalls = {
+                            "megabytes": size,
+                            "holders_s": statistics.median(o.stall_s for o in offerings),
+                            "hash_beside_s": statistics.median(o.hash_s for o in offerings),
+                            "disk_s": disk_stall_s(site.tensors, folder, repeats),
+                        }
+    return rows, stalls, left_out
+
+
+def show(name: str, size: int, n: int, sample: Sample) -> None:
+    speed = size * 2**20 / sample.all_s / 1e9
+    print(
+        f"{name:30} {size:5} MB to {n}: first {sample.first_s:7.3f} s, all {sample.all_s:7.3f} s "
+        f"({speed:.2f} GB/s to each)",
+        flush=True,
+    )
+
+
+def aims_of(rows: Rows, stalls: dict[str, float]) -> dict[str, Aim]:
+    sizes = [s for name, s, n in rows if (name, n) == (CMA, 1)]
+    found = {"stall_to_disk": Aim(stalls["holders_s"] / stalls["disk_s"], 0.5)}
+    if not sizes:
+        return found
+    size = max(sizes)
+    one = {name: sample.all_s for (name, s, n), sample in rows.items() if (s, n) == (size, 1)}
+    found["hop_to_memcpy"] = Aim(one["memcpy"] / one[CMA], 0.5, at_most=False)
+    found["hop_to_socket"] = Aim(one["socket"] / one[CMA], 1.0, at_most=False)
+    found["tcp_hop_to_socket"] = Aim(one["socket"] / one[TCP], 1.0, at_most=False)
+    most, of = max((n, s) for name, s, n in rows if name == CMA and s in sizes)
+    if most > 1:
+        growth = rows[CMA, of, most].all_s / rows[CMA, of, 1].all_s
+        found[f"{most}_receivers_to_one"] = Aim(growth, 1 + math.log2(most))
+    return found
+
+
+def table(rows: Rows) -> dict[str, Any]:
+    cells = [
+        [
+            name,
+            str(size),
+            str(n),
+            f"{s.first_s:.3f}",
+            f"{s.all_s:.3f}",
+            f"{size * 2**20 / s.all_s / 1e9:.2f}",
+            f"{rows['memcpy', size, 1].all_s / s.all_s:.2f}",
+        ]
+        for (name, size, n), s in sorted(rows.items(), key=lambda item: item[0][1:])
+    ]
+    head = ["way", "MB", "receivers", "first, s", "all, s", "GB/s to each", "of memcpy"]
+    return {"title": "Seconds until receivers have all bytes", "head": head, "rows": cells}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256, 512, 1024, 2048])
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--verify", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    sizes, receivers, repeats = args.megabytes, args.receivers, args.repeats
+    if args.quick:
+        sizes, receivers, repeats = sizes[:1], receivers[:2], min(repeats, 2)
+    rows, stalls, left_out = measure(sorted(sizes), sorted(receivers), repeats)
+    for line in left_out:
+        print(f"left out: {line}")
+    aims = aims_of(rows, stalls)
+    figures: dict[str, Any] = {"stall": stalls, "left_out": left_out}
+    if args.out is not None:
+        shown = {n: {"value": a.value, "aim": a.aim, "met": a.met} for n, a in aims.items()}
+        found = {"figures": figures, "tables": [table(rows)], "aims": shown}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        plot.save(rows, args.out.with_suffix(".png"))
+    return finish("weight_sync", figures, aims, verify=args.verify)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
