@@ -37,6 +37,7 @@ from torchtitan_rl_ft.roles.showing import show
 from torchtitan_rl_ft.roles.standby import Places, Standbys
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
+from torchtitan_rl_ft.trainer.source import remove_memory
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,10 @@ def main(resolved: Resolved) -> int:
             resolved = _with_transport(resolved, session)
             start = job.prepare(resolved, session)
             specs = [session.role(s) for s in job.role_specs(resolved.sections, folder)]
-            return run_job(resolved, start, specs, session)
+            try:
+                return run_job(resolved, start, specs, session)
+            finally:
+                remove_memory(folder, resolved.sections.weights)
     except OSError as e:
         _say(f"error: run folder {folder.path}: {e.strerror or e}: {e.filename or ''}")
         return ExitCode.FAILED

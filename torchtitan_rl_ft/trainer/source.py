@@ -5,6 +5,7 @@ becomes of it never touches the rank."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,7 +21,8 @@ from torchtitan_rl_ft.rpc.client import RoleClient, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import Owner
 from torchtitan_rl_ft.weights.holder import launch
-from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, run_memory
+from torchtitan_rl_ft.weights.holder.files import remove_run
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,8 @@ def sources_run_id(run: RunFolder) -> str:
 
 
 def remove_memory(run: RunFolder, weights: WeightsSection) -> None:
-    """What sources of a run that has ended have left."""
-    shutil.rmtree(run_memory(weights.memory_folder, sources_run_id(run)), ignore_errors=True)
+    """What sources of a run that has ended have left: those that were killed."""
+    remove_run(weights.memory_folder, sources_run_id(run))
 
 
 class Start(Protocol):
@@ -155,3 +157,5 @@ class Source:
             self._child = None
         self._rpc.close()
         shutil.rmtree(self.settings.folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # there are other sources
+            self.settings.run_memory.rmdir()
