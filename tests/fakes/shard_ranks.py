@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from torchtitan_rl_ft.trainer.group_link import GroupLink
 from torchtitan_rl_ft.trainer.offers import Offers
-from torchtitan_rl_ft.trainer.publishing import Announcer, HolderPublisher
+from torchtitan_rl_ft.trainer.publishing import Announcer, DiskPublisher, HolderPublisher
 from torchtitan_rl_ft.weights.publisher import NonFiniteWeights
 from torchtitan_rl_ft.weights.shards import local_tensor
 
@@ -96,7 +96,7 @@ class Live:
 
 class Serving:
     def post(self, path: str, body: dict, deadline_s: float) -> dict:
-        return {"version": body["nbytes"]}
+        return {"version": body.get("nbytes", 0)}
 
 
 def rank_main(folder: Path, rank: int) -> None:
@@ -125,10 +125,19 @@ def rank_main(folder: Path, rank: int) -> None:
         if rank == RANKS - 1:
             shard = local_tensor(live.tensors()["model.up.weight"])
             shard.reshape(-1)[-1:] = math.nan
-        try:
-            made.publish(2, "cd" * 16)
-        except NonFiniteWeights as e:
-            told[f"NaN {name}"] = str(e)
+        disk = DiskPublisher(
+            live,  # type: ignore[arg-type]
+            Announcer(Serving(), link),  # type: ignore[arg-type]
+            link,
+            assets=folder,
+            folder=folder / "weights",
+            buffer_bytes=1 << 20,
+        )
+        for over, publisher in (("holders", made), ("disk", disk)):
+            try:
+                publisher.publish(2, "cd" * 16)
+            except NonFiniteWeights as e:
+                told[f"NaN {name} {over}"] = str(e)
     (folder / f"told.{rank}").write_text(json.dumps(told))
     dist.destroy_process_group()
 

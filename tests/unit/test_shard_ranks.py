@@ -47,8 +47,12 @@ def test_the_ranks_write_the_whole_image_each_byte_once(folder, layout):
 
 @pytest.mark.row("I7")
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("over", ["holders", "disk"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_nan_on_one_rank_is_refused_by_all(folder, layout):
-    refused = {said[f"NaN {layout}"] for said in told(folder)}
+def test_a_nan_on_one_rank_is_refused_by_all(folder, layout, over):
+    refused = {said.get(f"NaN {layout} {over}") for said in told(folder)}
     [why] = refused
-    assert "'model.up.weight' holds NaN" in why
+    if over == "disk" and layout not in ("fsdp", "tp"):
+        assert why is None  # the first rank has, or gathers, another copy of that shard
+    else:
+        assert "'model.up.weight' holds NaN" in why

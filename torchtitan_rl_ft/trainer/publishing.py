@@ -120,15 +120,21 @@ class DiskPublisher:
         pass
 
     def publish(self, step: int, token: str) -> int:
-        written = publish(
-            self._weights.tensors(),
-            target=self._folder / f"step-{step}-{token[:8]}",
-            assets=self._assets,
-            step=step,
-            token=token,
-            writer=self._link.is_speaker,
-            buffer_bytes=self._buffer_bytes,
-        )
+        written, non_finite = None, None
+        try:
+            written = publish(
+                self._weights.tensors(),
+                target=self._folder / f"step-{step}-{token[:8]}",
+                assets=self._assets,
+                step=step,
+                token=token,
+                writer=self._link.is_speaker,
+                buffer_bytes=self._buffer_bytes,
+            )
+        except NonFiniteWeights as e:  # only the first rank looks
+            non_finite = str(e)
+        if found := [why for why in self._link.gather(non_finite) if why is not None]:
+            raise NonFiniteWeights(found[0])
 
         def what() -> dict[str, Any]:
             assert written is not None

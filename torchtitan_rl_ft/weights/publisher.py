@@ -108,12 +108,16 @@ def _write_safetensors(
     """Stream a safetensors file: the header follows from the shapes, the data comes later."""
     image = image_of(tensors, dtype)
     entries: dict[str, TensorEntry] = {}
+    bad: str | None = None
     with open(path, "wb") as f:
         f.write(image.header)
         for name, whole in gathered(tensors, buffer_bytes):
+            if bad is not None:
+                continue  # the other ranks gather to the end
             tensor = whole.to(dtype=dtype or whole.dtype).cpu().contiguous()
             if not torch.isfinite(tensor).all():
-                raise NonFiniteWeights(f"tensor {name!r} holds NaN or infinity; not published")
+                bad = name
+                continue
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
             f.write(raw.data)
             entries[name] = TensorEntry(
@@ -122,6 +126,8 @@ def _write_safetensors(
                 sha256=hashlib.sha256(raw.data).hexdigest(),
                 file=path.name,
             )
+        if bad is not None:
+            raise NonFiniteWeights(f"tensor {bad!r} holds NaN or infinity; not published")
         f.flush()
         os.fsync(f.fileno())
     return entries, image.nbytes
