@@ -256,6 +256,7 @@ async def open_pool(
 
 def relay_setup(run: Path, weights: dict[str, Any], start: Start | None) -> RelaySetup:
     section = WeightsSection(**{"memory_folder": str(run / "memory"), **weights})
+    Path(section.memory_folder).mkdir(exist_ok=True)
     start = start or start_fake_holder
     return RelaySetup(section, "session", TOKEN, ProcessId.current, start)
 

@@ -23,7 +23,8 @@ from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.serving import gateway as gateway_module
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import DeregistrationFailed
-from torchtitan_rl_ft.serving.gateway import Gateway, GatewayFailed, smg_program
+from torchtitan_rl_ft.serving.gateway import Gateway, smg_program
+from torchtitan_rl_ft.serving.kept_child import ChildFailed
 
 FAKE = Path(__file__).parent.parent / "fakes" / "fake_gateway.py"
 A, B = "http://127.0.0.1:11001", "http://127.0.0.1:11002"
@@ -171,11 +172,11 @@ async def test_a_gateway_that_never_starts_ends_with_its_log(
     def program(port: int, metrics_port: int) -> list[str]:
         return [sys.executable, "-c", "raise SystemExit('no such thing')"]
 
-    monkeypatch.setattr(gateway_module, "STARTS", 2)
+    monkeypatch.setattr("torchtitan_rl_ft.serving.kept_child.STARTS", 2)
     async with aiohttp.ClientSession() as http:
         folder = RunFolder(tmp_path)
         gateway = Gateway(lambda: folder, EventList(), http, Changes(), list, program=program)
-        with pytest.raises(GatewayFailed) as failure:
+        with pytest.raises(ChildFailed) as failure:
             await gateway.run()
     text = str(failure.value)
     assert "was started 2 times within 60 s; last: exit code 1" in text

@@ -11,6 +11,9 @@ from typing import Any
 from torchtitan_rl_ft.observability.events import Kind, first_line
 
 SERVING = "serving"
+ENDS_WITH_SERVING = frozenset({"relay", "gateway"})
+"""Its children, of whose end nobody tells when it is killed."""
+
 STARTING = "starting"
 BETWEEN_VERSIONS = frozenset({"stale", "installing", "paused"})
 """States of an engine on its way from serving one version to serving the next."""
@@ -185,6 +188,10 @@ class Members:
                 engine.proved = False
                 if engine.state not in ("ended", "restarting"):
                     engine.enter("unknown", mono_s)
+            for role in self.roles.values():
+                if kind_of(role.name) in ENDS_WITH_SERVING:
+                    role.enter("ended", mono_s)
+                    role.pid = None
 
     def _restart(self, name: str, line: Mapping[str, Any], mono_s: float) -> None:
         member = self._member(name)

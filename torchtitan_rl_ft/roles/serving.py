@@ -28,7 +28,6 @@ from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, TOKEN_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.serving import warden as warden_file
 from torchtitan_rl_ft.serving.engine_records import RecordsCorrupt
-from torchtitan_rl_ft.serving.gateway import GatewayFailed
 from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.serving.kept_child import ChildFailed
 from torchtitan_rl_ft.serving.launch import (
@@ -88,7 +87,6 @@ def main(resolved: Resolved) -> int:
         return asyncio.run(_serve(resolved, launcher, events))
     except (
         PoolFailed,
-        GatewayFailed,
         ChildFailed,
         VersionsCorrupt,
         RecordsCorrupt,
@@ -117,7 +115,7 @@ def _problem(rollout: RolloutSection, launcher: SGLangLauncher) -> str | None:
 
 
 async def _serve(resolved: Resolved, launcher: SGLangLauncher, events: EventLog) -> int:
-    """Raises PoolFailed, GatewayFailed, ChildFailed, VersionsCorrupt, RecordsCorrupt, NotOwner,
+    """Raises PoolFailed, ChildFailed, VersionsCorrupt, RecordsCorrupt, NotOwner,
     SessionBusy, SessionUnreadable, OSError."""
     sections, folder = resolved.sections, resolved.run_folder
     stop = asyncio.Event()
@@ -308,7 +306,7 @@ async def _until_stopped(
     guarding: Coroutine[None, None, None],
 ) -> str | None:
     """Returns why the retention is over, or None when the role was told to stop. Raises
-    PoolFailed, GatewayFailed, ChildFailed, and whatever broke the service's own code."""
+    PoolFailed, ChildFailed, and whatever broke the service's own code."""
     stopped = asyncio.create_task(stop.wait())
     failed = asyncio.create_task(service.run_until_failed())
     over = asyncio.create_task(ownership.watch())

@@ -14,22 +14,18 @@ from typing import Any, Protocol
 import aiohttp
 
 from torchtitan_rl_ft.host import process
-from torchtitan_rl_ft.host.log_tail import last_lines
 from torchtitan_rl_ft.host.ports import free_ports
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, RunFolder
-from torchtitan_rl_ft.serving.budget import StartBudget
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.deregistration import DeregistrationFailed
 from torchtitan_rl_ft.serving.engine import Engine
-from torchtitan_rl_ft.serving.engine_process import end_trees
 from torchtitan_rl_ft.serving.gateway_client import GatewayClient, GatewayError
 from torchtitan_rl_ft.serving.gateway_process import HOST, KEY_ENV
 from torchtitan_rl_ft.serving.gateway_route import GatewayRoute
+from torchtitan_rl_ft.serving.kept_child import KeptChild
 
 NAME = "gateway"
-STARTS = 5
-STARTS_WINDOW_S = 60.0
 START_LIMIT_S = 30.0
 CALL_LIMIT_S = 1.5
 SETTLE_S = 0.02
@@ -42,10 +38,6 @@ AUDIT_S = 1.0
 
 SILENT_CALLS = 3
 """Unanswered in a row, the gateway is replaced: it may be stopped or stuck."""
-
-
-class GatewayFailed(Exception):
-    """The gateway cannot be kept up."""
 
 
 class GatewayProgram(Protocol):
@@ -75,16 +67,16 @@ class Gateway:
         self._folder, self._events, self._http = folder, events, http
         self._changes, self._wanted = changes, wanted
         self._program, self._clock = program, clock
-        self._budget = StartBudget(STARTS, STARTS_WINDOW_S)
-        self._child: process.Child | None = None
+        what = "the gateway (rollout.router)"
+        self._kept = KeptChild(NAME, what, folder, events, self, clock)
         self._ids: dict[str, str] = {}  # of all on the gateway's list, by URL
         self._ready: set[str] = set()
         self._added: dict[str, float] = {}  # monotonic time of what is about to be listed
         self._complained: set[str] = set()
         self._silent = self._unsettled = 0
+        self._next_client: GatewayClient | None = None
         self.client: GatewayClient | None = None
         """None while there is no gateway that answers."""
-        self.starts = 0
 
     def listed_of(self, engines: Iterable[Engine]) -> list[Engine]:
         listed = self.listed
@@ -104,13 +96,13 @@ class Gateway:
         return self._ready if self.client is not None else set()
 
     def to_json(self) -> dict[str, Any]:
-        child = self._child
+        child = self._kept.child
         return {
             "url": self.client.url if self.client is not None else None,
             "pid": child.id.pid if child is not None else None,
             "start_time": child.id.start_time if child is not None else None,
             "log": str(child.log) if child is not None else None,
-            "restarts": max(0, self.starts - 1),
+            "restarts": max(0, self._kept.starts - 1),
             "listed": sorted(self.listed),
             "known": sorted(self._ids),
         }
@@ -118,81 +110,25 @@ class Gateway:
     # Process --------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled. Raises GatewayFailed when it does not stay up."""
-        reason, log = "", None
-        while (delay_s := self._budget.delay_s(self._clock())) is not None:
-            if self.starts:
-                self._events.emit(
-                    Kind.RESTART,
-                    cause=reason,
-                    subject=NAME,
-                    attempt=self.starts + 1,
-                    delay_s=delay_s,
-                )
-            await asyncio.sleep(delay_s)
-            self._budget = self._budget.started(self._clock())
-            self.starts += 1
-            folder = self._folder()
-            log = folder.log_file(NAME, folder.next_attempt(NAME))
-            reason = await self._live(log)
-        lines = last_lines(log) if log is not None else []
-        raise GatewayFailed(
-            "\n    ".join(
-                [
-                    f"the gateway (rollout.router) was started {STARTS} times within "
-                    f"{STARTS_WINDOW_S:g} s; last: {reason}; log: {log}",
-                    *lines,
-                ]
-            )
-        )
+        """Until cancelled. Raises ChildFailed when it does not stay up."""
+        await self._kept.run()
 
-    async def _live(self, log: Path) -> str:
-        """One gateway, from its start to its end; returns why it ended."""
+    def start(self, log: Path) -> process.Child:
+        """Raises OSError."""
         port, metrics_port = free_ports(2)
         key = secrets.token_urlsafe(24)
         env = {k: v for k, v in os.environ.items() if k != TOKEN_ENV}
         env |= {KEY_ENV: key, "NO_COLOR": "1"}
-        try:
-            child = process.spawn(self._program(port, metrics_port), log=log, env=env)
-        except OSError as e:
-            return f"cannot be started: {e}"
-        self._child = child
-        self._events.emit(
-            Kind.SPAWN,
-            subject=NAME,
-            attempt=self.starts,
-            pid=child.id.pid,
-            start_time=child.id.start_time,
-            log=str(log),
-        )
-        client = GatewayClient(self._http, f"http://{HOST}:{port}", key)
-        exited = asyncio.create_task(child.wait())
-        keeping = asyncio.create_task(self._keep(client))
-        reason: str | None = None
-        try:
-            await asyncio.wait({exited, keeping}, return_when=asyncio.FIRST_COMPLETED)
-            reason = process.describe(exited.result()) if exited.done() else keeping.result()
-            return reason
-        finally:
-            self.client, self._ids, self._ready, self._added = None, {}, set(), {}
-            self._changes.notify()
-            keeping.cancel()
-            exited.cancel()
-            code = child.returncode  # how it ended by itself
-            await end_trees([child.id], self._clock() + CALL_LIMIT_S)
-            self._child = None
-            self._events.emit(
-                Kind.EXIT,
-                phase="stop" if reason is None else "fault",
-                cause=reason or "serving ends",
-                subject=NAME,
-                pid=child.id.pid,
-                returncode=code,
-                signal=-code if code is not None and code < 0 else None,
-                uptime_s=round(time.monotonic() - child.started_mono_s, 3),
-                log=str(log),
-                last_lines=[] if reason is None else last_lines(log),
-            )
+        self._next_client = GatewayClient(self._http, f"http://{HOST}:{port}", key)
+        return process.spawn(self._program(port, metrics_port), log=log, env=env)
+
+    async def attend(self, child: process.Child) -> str:
+        assert self._next_client is not None
+        return await self._keep(self._next_client)
+
+    def let_go(self) -> None:
+        self.client, self._ids, self._ready, self._added = None, {}, set(), {}
+        self._changes.notify()
 
     # List -----------------------------------------------------------------------------------
 

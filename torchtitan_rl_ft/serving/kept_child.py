@@ -41,7 +41,7 @@ class Program(Protocol):
         """While `child` lives; returns why it has to be replaced. Cancelled when it ends."""
         ...
 
-    def forget(self) -> None:
+    def let_go(self) -> None:
         """The child is about to be ended, or has ended."""
         ...
 
@@ -116,7 +116,7 @@ class KeptChild:
             reason = process.describe(exited.result()) if exited.done() else attended.result()
             return reason, child.returncode
         finally:
-            self._program.forget()
+            self._program.let_go()
             attended.cancel()
             exited.cancel()
             code = child.returncode  # how it ended by itself

@@ -169,7 +169,7 @@ class Relay:
             found = site.book.found(self.name, child.pid)
         return f"told nothing for {SILENT_LIMIT_S:g} s"
 
-    def forget(self) -> None:
+    def let_go(self) -> None:
         self._url, self._held = None, {}
         self._site.book.gone(self.name)
 

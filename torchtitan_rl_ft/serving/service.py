@@ -245,7 +245,7 @@ class ServingService:
             await asyncio.to_thread(self.relays.remove_memory)
 
     async def run_until_failed(self) -> None:
-        """Raises PoolFailed, GatewayFailed, ChildFailed."""
+        """Raises PoolFailed, ChildFailed."""
         failing = asyncio.create_task(self.pool.run_until_failed())
         running = {failing, *self._frozen, *self._gateway_runs, *self._relay_runs}
         try:
