@@ -467,6 +467,33 @@ async def test_what_no_relay_has_any_more_is_wanted_from_the_trainer_again(
             assert "awaits_publish" not in await response.json()
 
 
+async def test_a_version_that_is_lost_while_serving_runs_is_wanted_again_and_costs_no_engine(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_rl_ft.serving.relays.LOST_S", 1.0)
+    limits = {"install_timeout_s": 20.0}
+    async with open_pool(tmp_path, model, weights={}, engines=1, **limits) as pool:
+        async with source(pool) as trainer:
+            await ready(pool)
+            folder = policy(pool, 1)
+            await trainer.offer(folder)
+            await publish(pool, folder)
+        for held in tmp_path.glob("memory/*/session/relay-0/step-*"):
+            shutil.rmtree(held)
+        os.kill((await relay_process(pool, "relay-0")).pid, signal.SIGKILL)
+        engine = pool.service.pool.slots[0].engine
+        assert engine is not None
+        os.kill(engine.process.id.pid, signal.SIGKILL)
+        await pool.until(lambda: pool.service.awaits_publish is not None, LIMIT_S)
+        (lost,) = [e for e in pool.seen("fault") if "is lost" in e["cause"]]
+        assert "no holder has step 1" in lost["cause"]
+        async with source(pool, "source-0.1") as trainer:
+            await trainer.offer(folder)
+            assert (await publish(pool, folder))[1]["version"] == 2
+            await pool.until(lambda: serving(pool, 2) == 1, LIMIT_S)
+        assert len(pool.seen("exit", subject="engine-0")) == 1, "the one that was killed"
+
+
 async def test_a_folder_is_taken_as_before(tmp_path: Path, model: Path) -> None:
     """Initial weights, and a trainer that cannot do otherwise, come over the file system."""
     async with open_pool(tmp_path, model, weights={}, engines=1) as pool:

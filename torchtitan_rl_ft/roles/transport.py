@@ -37,5 +37,5 @@ def as_written(resolved: Resolved) -> Resolved:
     folder = resolved.run_folder
     if resolved.get(KEY) != "auto":
         return resolved
-    found = Resolved.read(folder.path).get(KEY)
+    found = Resolved.read(folder.path, only_to_look=True).get(KEY)
     return resolved.with_choice(KEY, found, f"in {folder.resolved_config}")
