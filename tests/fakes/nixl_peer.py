@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torchtitan_rl_ft.config.weights import WeightsSection
-from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError, load, nixl_version
+from torchtitan_rl_ft.weights.holder.agent import Agent, AgentAhead, NixlError, load, nixl_version
 from torchtitan_rl_ft.weights.holder.client import Offer
-from torchtitan_rl_ft.weights.holder.mapping import Mapping
+from torchtitan_rl_ft.weights.holder.mapping import Mapping, Mappings
 from torchtitan_rl_ft.weights.holder.push import note_of
 from torchtitan_rl_ft.weights.holder.receive import Landing
 
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> None:
         print(text, file=answers, flush=True)
 
     if role == "receive":
-        landing = Landing(lambda: Agent(nixl, "receiver"), path, nbytes, [(0, nbytes)])
+        agents = AgentAhead(lambda: Agent(nixl, "receiver"), ThreadPoolExecutor(1))
+        landing = Landing(agents, Mappings(), path, nbytes, [(0, nbytes)])
         say(json.dumps(landing.offer(nixl_version()).to_json()))
         landing.watch(lambda piece: None)
         return

@@ -374,7 +374,8 @@ async def lose_receivers(folder: Path, tls: str, cycles: int) -> None:
                 offer = Offer.from_json(json.loads(await peer.says()))
                 seen = Seen(path, policy)
                 pushing = asyncio.create_task(push(source, policy, offer))
-                await until(lambda seen=seen: seen.probes() > 4)
+                # Now and then a connection is not made; the holder says so after its limit.
+                await until(lambda s=seen, p=pushing: s.probes() > 4 or p.done())
             finally:
                 await peer.kill()
             with contextlib.suppress(HolderError):  # or it was faster

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -35,4 +37,68 @@ async def test_a_version_goes_from_two_ranks_through_one_relay_to_others(tmp_pat
             assert (folder / "config.json").exists()
         assert set(found[0].bytes_from) == {"trainer-0.0", "trainer-0.1"}
         assert set(found[1].bytes_from) == {"relay-0"}
-        print(found)
+
+
+async def test_a_relay_that_is_started_again_has_what_it_had(tmp_path):
+    policy = Policy.make(3)
+    async with holder_site(tmp_path) as site:
+        source = await site.start("trainer-0.0", "source")
+        await site.offer(source, policy)
+        site.want(policy)
+        relay = await site.start("relay-0", "relay")
+        before = await site.fetch(relay, policy)
+        for holder in (source, relay):
+            holder.kill()
+            await holder.child.wait()
+            site.book.gone(holder.name)
+        await site.start("relay-0", "relay")
+        end_s = time.monotonic() + 60.0
+        while site.book.whole(policy.key) != ["relay-0"]:  # it tells so without being asked
+            assert time.monotonic() < end_s
+            await asyncio.sleep(0.02)
+        other = await site.start("relay-1", "relay")
+        fetched = await site.fetch(other, policy)
+        assert set(fetched.bytes_from) == {"relay-0"}
+        assert fetched.manifest_digest == before.manifest_digest
+        assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
+
+
+async def test_versions_take_two_files_in_turns(tmp_path):
+    async with holder_site(tmp_path) as site:
+        source = await site.start("trainer-0.0", "source")
+        relay = await site.start("relay-0", "relay")
+        inodes = {source.name: set(), relay.name: set()}
+        for step in range(1, 6):
+            policy = Policy.make(2, step=step)
+            await site.offer(source, policy)
+            site.want(policy)
+            fetched = await site.fetch(relay, policy)
+            assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
+            for holder in (source, relay):
+                files = list(holder.settings.folder.glob("*/model.safetensors"))
+                assert len(files) <= 3
+                inodes[holder.name] |= {f.stat().st_ino for f in files}
+            end_s = time.monotonic() + 60.0
+            while len(list(relay.settings.folder.glob("step-*"))) > 1:  # the older one goes
+                assert time.monotonic() < end_s
+                await asyncio.sleep(0.02)
+        assert all(len(found) <= 3 for found in inodes.values()), inodes
+
+
+async def test_wrong_checksums_name_the_tensor_and_the_rest_comes_from_another(tmp_path):
+    policy = Policy.make(3)
+    async with holder_site(tmp_path) as site:
+        source = await site.start("trainer-0.0", "source")
+        await site.offer(source, policy)
+        site.want(policy)
+        relay = await site.start("relay-0", "relay")
+        path = Path((await site.fetch(relay, policy)).path, "model.safetensors")
+        span = policy.image.tensors["layer.001"]
+        with open(path, "r+b") as f:
+            f.seek(span.start + 5)
+            f.write(bytes([policy.data[span.start + 5] ^ 1]))
+        other = await site.start("relay-1", "relay")
+        fetched = await site.fetch(other, policy)
+        assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
+        assert set(fetched.bytes_from) == {"relay-0", "trainer-0.0"}
+        assert "differ from their digest; they are of tensor layer.001" in site.log(other)

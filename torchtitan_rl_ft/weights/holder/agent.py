@@ -13,7 +13,9 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from importlib import metadata
 from typing import Any
 
@@ -93,6 +95,27 @@ def _told(doing: str) -> Iterator[None]:
         yield
     except Exception as e:
         raise NixlError(f"{doing}: {type(e).__name__}: {e}") from e
+
+
+class AgentAhead:
+    """Agents, one of them made in time: that takes longer than a small push."""
+
+    def __init__(self, make: Callable[[], Agent], maker: Executor) -> None:
+        self._make, self._maker = make, maker
+        self._ahead: Future[Agent] | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Make the next one, beside other work."""
+        with self._lock:
+            if self._ahead is None:
+                self._ahead = self._maker.submit(self._make)
+
+    def take(self) -> Agent:
+        """Raises NixlError."""
+        with self._lock:
+            ahead, self._ahead = self._ahead, None
+        return ahead.result() if ahead is not None else self._make()
 
 
 class Agent:

@@ -136,6 +136,8 @@ class HolderFiles:
         try:
             os.ftruncate(fd, nbytes)
             there = os.fstat(fd).st_blocks * _BLOCK_BYTES
+            if there >= nbytes:
+                return
             needed = sum(end - start for start, end in ranges)
             stat = os.statvfs(self.folder)
             free = stat.f_bavail * stat.f_frsize

@@ -69,6 +69,8 @@ async def serve(settings: HolderSettings, token: str) -> None:
                 checks,
             )
 
+        if settings.kind == "relay":
+            receiver.prepare()
         reporter = Reporter(settings, directory, shelf)
         fetches = Fetches(shelf, make_fetch)
         routes = Routes(settings, version, shelf, pusher, fetches, reporter, receiver, pushes)

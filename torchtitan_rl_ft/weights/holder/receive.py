@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError
+from torchtitan_rl_ft.weights.holder.agent import Agent, AgentAhead, NixlError
 from torchtitan_rl_ft.weights.holder.client import NOTHING_WRITTEN, HolderError, Offer
-from torchtitan_rl_ft.weights.holder.mapping import Mapping
+from torchtitan_rl_ft.weights.holder.mapping import Mappings
 from torchtitan_rl_ft.weights.holder.push import range_of
 from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
@@ -31,15 +31,16 @@ class Landing:
     """
 
     def __init__(
-        self, make_agent: Callable[[], Agent], path: Path, nbytes: int, ranges: Sequence[Range]
+        self, agents: AgentAhead, mappings: Mappings, path: Path, nbytes: int, ranges: list[Range]
     ) -> None:
-        self._mapping = Mapping(path, nbytes)
+        self._agents, self._mappings = agents, mappings
+        self._mapping = mappings.take(path, nbytes)
         try:
-            self._agent = make_agent()
+            self._agent = agents.take()
             self._agent.register(self._mapping.address, merge(ranges))
             self._metadata = self._agent.metadata()
         except NixlError:
-            self._mapping.close()
+            mappings.keep(self._mapping)
             raise
         self._closing = threading.Event()
 
@@ -51,7 +52,7 @@ class Landing:
         while not self._closing.is_set():
             notes = self._agent.notes()
             for note in notes:
-                arrived(range_of(note))
+                arrived(_piece(note))
             if not notes:
                 time.sleep(POLL_S)
 
@@ -61,7 +62,8 @@ class Landing:
     def close(self) -> None:
         """After a push that ended well, and the end of `watch`."""
         self._agent.drop()
-        self._mapping.close()
+        self._mappings.keep(self._mapping)
+        self._agents.prepare()
 
     def detach(self) -> None:
         """From now on nothing that is written here reaches the file."""
@@ -72,6 +74,15 @@ class Landing:
         agent itself would write (UCX copies small pieces that come by TCP) and end the process."""
         self._agent.drop()
         self._mapping.quarantine()
+        self._agents.prepare()
+
+
+def _piece(note: bytes) -> Range:
+    """Raises NixlError."""
+    try:
+        return range_of(note)
+    except ValueError:
+        raise NixlError(f"a note that names no piece: {note!r:.80}") from None
 
 
 class Receiver:
@@ -85,10 +96,15 @@ class Receiver:
         pushes: Executor,
         checks: Executor,
     ) -> None:
-        self._make_agent, self._nixl = make_agent, nixl
+        self._nixl = nixl
+        self._agents, self._mappings = AgentAhead(make_agent, pushes), Mappings()
         self.stall_timeout_s = stall_timeout_s
         self._pushes, self._checks = pushes, checks
         self.abandoned = 0
+
+    def prepare(self) -> None:
+        """So that the first push need not wait for what the next ones find."""
+        self._agents.prepare()
 
     async def receive(
         self,
@@ -106,7 +122,7 @@ class Receiver:
         file, ranges = version.file, [p.range for p in parts]
         loop = asyncio.get_running_loop()
         landing = await loop.run_in_executor(
-            self._pushes, Landing, self._make_agent, file.path, file.nbytes, ranges
+            self._pushes, Landing, self._agents, self._mappings, file.path, file.nbytes, ranges
         )
         news: asyncio.Queue[Range | asyncio.Future[None]] = asyncio.Queue()
 
@@ -189,4 +205,7 @@ class Receiver:
         landing.stop_watching()
         with contextlib.suppress(NixlError):  # it was raised already, if it was in time
             await watching
-        await loop.run_in_executor(self._pushes, landing.close if is_over else landing.abandon)
+        if is_over:
+            self._pushes.submit(landing.close)  # nobody need wait for it
+        else:
+            await loop.run_in_executor(self._pushes, landing.abandon)
