@@ -88,3 +88,23 @@ def test_a_model_that_does_not_fit_into_memory(
     with pytest.raises(ConfigError, match="has room for"):
         strict = job(tmp_path, model__hf_assets_path=str(model), rollout__weight_transport="nixl")
         transport.decide(strict, Session(strict))
+
+
+def test_a_session_that_goes_on_keeps_its_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untried(*_: object) -> None:
+        raise AssertionError("nothing is to be tried")
+
+    monkeypatch.setattr(transport, "gather", untried)
+    auto, strict = job(tmp_path), job(tmp_path, rollout__weight_transport="nixl")
+    disk = job(tmp_path, rollout__weight_transport="disk")
+    for in_use in ("disk", "nixl"):
+        monkeypatch.setattr(Session, "transport_in_use", lambda _, found=in_use: found)
+        decided, choice = transport.decide(auto, Session(auto))
+        assert decided.get(transport.KEY) == choice.transport == in_use
+        assert "goes on" in choice.reason
+        assert transport.decide(disk, Session(disk))[1].transport == "disk", "it takes folders too"
+    monkeypatch.setattr(Session, "transport_in_use", lambda _: "disk")
+    with pytest.raises(ConfigError, match=r"weight_transport = 'nixl'.* has no relays"):
+        transport.decide(strict, Session(strict))
