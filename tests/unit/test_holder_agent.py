@@ -1,0 +1,72 @@
+"""How the library is found, and what it is told before it is imported."""
+
+from importlib import metadata
+
+import pytest
+
+from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.weights.holder import agent
+from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError, NixlUnavailable
+
+
+def test_devices_transports_and_ports_are_pinned():
+    env = agent.ucx_environment(WeightsSection())
+    assert env["UCX_NET_DEVICES"] == "lo"
+    assert env["UCX_TCP_PORT_RANGE"] == "46000-46999"
+    assert env["UCX_MODULES"] == "^ib"
+    assert "UCX_TLS" not in env
+    assert agent.ucx_environment(WeightsSection(ucx_tls="tcp"))["UCX_TLS"] == "tcp"
+
+
+def test_infiniband_is_loaded_where_it_may_be_used():
+    for devices in ("mlx5_0:1", "eth0,mlx5_0:1", "all"):
+        assert "UCX_MODULES" not in agent.ucx_environment(WeightsSection(ucx_devices=devices))
+    assert "UCX_NET_DEVICES" not in agent.ucx_environment(WeightsSection(ucx_devices="all"))
+
+
+def test_a_library_that_is_absent_is_one_clear_error(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    for find in (agent.nixl_version, lambda: agent.load(WeightsSection())):
+        with pytest.raises(NixlUnavailable, match=r"pip install 'torchtitan_rl_ft\[ucx\]', or set"):
+            find()
+
+
+class Library:
+    """As much of NIXL as an agent without its UCX plugin has."""
+
+    class nixl_thread_sync_t:
+        NIXL_THREAD_SYNC_STRICT = 1
+
+    @staticmethod
+    def nixl_agent_config(**fields):
+        return fields
+
+    class nixl_agent:
+        def __init__(self, name, config):
+            self.name, self.config, self.backends = name, config, {}
+
+
+def test_a_library_without_ucx_is_an_error():
+    with pytest.raises(NixlError, match="no UCX plugin"):
+        Agent(Library, "relay-0")
+
+
+def test_no_two_agents_have_one_name(monkeypatch):
+    monkeypatch.setattr(agent, "BACKEND", "mine")
+    made = []
+
+    class WithBackend(Library):
+        class nixl_agent(Library.nixl_agent):
+            def __init__(self, name, config):
+                super().__init__(name, config)
+                self.backends = {"mine": 1}
+                made.append((name, config))
+
+    for _ in range(3):
+        Agent(WithBackend, "relay-0")
+    names = {name for name, _ in made}
+    assert len(names) == 3 and all(n.startswith("relay-0-") for n in names)
+    assert all(not c["enable_prog_thread"] and c["sync_mode"] == 1 for _, c in made)
