@@ -7,6 +7,7 @@ import base64
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,10 @@ import aiohttp
 import numpy as np
 
 from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.process import Child
 from torchtitan_rl_ft.rpc import server
-from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.run_folder import TOKEN_ENV, ProcessId
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.directory import Directory
 from torchtitan_rl_ft.serving.holder_book import HolderBook
@@ -32,6 +34,7 @@ from torchtitan_rl_ft.weights.image import Image
 from torchtitan_rl_ft.weights.pieces import Range
 
 TOKEN = "secret of the run"
+PROGRAM = "torchtitan_rl_ft.weights.holder"
 READY_S = 120.0
 
 
@@ -107,9 +110,8 @@ class Site:
         self.weights = WeightsSection(piece_mb=1, stall_timeout_s=2.0, fetch_timeout_s=30.0)
         self.run_id = f"test-{os.getpid()}-{time.monotonic_ns()}"
 
-    async def start(
-        self, name: str, kind: Kind, env: dict[str, str] | None = None, **weights: Any
-    ) -> Holder:
+    async def start(self, name: str, kind: Kind, netns: str = "", **weights: Any) -> Holder:
+        """`netns`: a network namespace to run it in."""
         settings = HolderSettings(
             name,
             kind,
@@ -119,7 +121,12 @@ class Site:
             serving_url=self.url,
         )
         log = self.folder / f"{name}.log"
-        child = launch.start(settings, token=TOKEN, log=log, env={**os.environ, **(env or {})})
+        env = {**os.environ, TOKEN_ENV: TOKEN}
+        if netns:
+            argv = ["ip", "netns", "exec", netns, sys.executable, "-m", PROGRAM, settings.to_json()]
+            child = process.spawn(argv, log=log, env=env)
+        else:
+            child = launch.start(settings, token=TOKEN, log=log, env=env)
         self.children.append(child)
         end_s = time.monotonic() + READY_S
         while (found := launch.address(settings)) is None or found.pid != child.pid:
@@ -179,10 +186,10 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def holder_site(folder: Path) -> AsyncIterator[Site]:
+async def holder_site(folder: Path, host: str = "127.0.0.1") -> AsyncIterator[Site]:
     book = HolderBook(Directory(), NoEvents(), Changes())
     app = server.make_app(TOKEN, HolderRoutes(book).table())
-    url, runner = await server.start(app)
+    url, runner = await server.start(app, host)
     async with aiohttp.ClientSession() as http:
         site = Site(folder, http, book, url)
         try:

@@ -11,7 +11,9 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -206,6 +208,79 @@ def _least_used(site: Site, holders: list[Holder]) -> Holder:
     """Whom the directory names first."""
     used = {h["name"]: h["used"] for h in site.book.to_json()["holders"]}
     return min(holders, key=lambda h: (used[h.name], h.name))
+
+
+# The link -------------------------------------------------------------------------------------
+
+
+class Link:
+    """A network namespace, and a link to it that can be cut: packets are lost then, nothing is
+    reset."""
+
+    def __init__(self) -> None:
+        self.netns = f"tt{os.getpid()}"
+        self.here, self.there = f"tta{os.getpid()}", f"ttb{os.getpid()}"
+        net = f"10.{199 + os.getpid() % 40}.{os.getpid() // 40 % 250}"
+        self.here_ip, self.there_ip = f"{net}.1", f"{net}.2"
+
+    def __enter__(self) -> Link:
+        _ip("netns", "add", self.netns)
+        peer = ("type", "veth", "peer", "name", self.there, "netns", self.netns)
+        _ip("link", "add", self.here, *peer)
+        _ip("addr", "add", f"{self.here_ip}/24", "dev", self.here)
+        _ip("link", "set", self.here, "up")
+        _ip("-n", self.netns, "addr", "add", f"{self.there_ip}/24", "dev", self.there)
+        for device in ("lo", self.there):
+            _ip("-n", self.netns, "link", "set", device, "up")
+        return self
+
+    def cut(self) -> None:
+        """Each side sends to a machine that is not there. (A device that is down would tell.)"""
+        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        _ip("neigh", "replace", self.there_ip, *nobody, "dev", self.here)
+        _ip("-n", self.netns, "neigh", "replace", self.here_ip, *nobody, "dev", self.there)
+
+    def mend(self) -> None:
+        _ip("neigh", "del", self.there_ip, "dev", self.here)
+        _ip("-n", self.netns, "neigh", "del", self.here_ip, "dev", self.there)
+
+    def __exit__(self, *exc: object) -> None:
+        _ip("netns", "del", self.netns)
+
+
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
+
+
+def _has_namespaces() -> bool:
+    if shutil.which("ip") is None:
+        return False
+    return subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _has_namespaces(), reason="needs root and network namespaces")
+async def test_a_link_that_is_cut_ends_a_push_on_both_sides(tmp_path):
+    policy = Policy.make(MIB)
+    with Link() as link:
+        async with holder_site(tmp_path, link.here_ip) as site:
+            here = {"ucx_tls": "tcp", "ucx_devices": link.here, "host": link.here_ip}
+            there = {"ucx_tls": "tcp", "ucx_devices": link.there, "host": link.there_ip}
+            source = await site.start("trainer-0.0", "source", **here)
+            await site.offer(source, policy)
+            site.want(policy)
+            near = await site.start("relay-0", "relay", **here)
+            far = await site.start("relay-1", "relay", netns=link.netns, **there)
+            fetching = await caught_half_way(site, source, far, policy)
+            link.cut()
+            source.thaw()
+            await until_push_failed(source)
+            await site.fetch(near, policy)  # its holder is free again
+            link.mend()
+            await fetching
+            path = file_of(far)
+            assert path is not None and path.read_bytes() == policy.data
+            assert far.child.returncode is None and source.child.returncode is None
+            assert (await far.client.status(5.0))["fetches"]["abandoned"] >= 1
 
 
 # One side alone, to the byte ------------------------------------------------------------------
