@@ -34,6 +34,19 @@ time.sleep(600)
 """
 
 
+TRAINER = """
+import json, subprocess, sys, time
+for name in ("trainer-0.0", "trainer-0.1"):
+    settings = json.dumps({"name": name, "kind": "source"})
+    module = "torchtitan_rl_ft.weights.holder"
+    subprocess.Popen(["python", "-c", "import time; time.sleep(600)", "-m", module, settings],
+                     executable=sys.executable)
+print("up", flush=True)
+time.sleep(600)
+"""
+"""A group of two ranks, with their sources."""
+
+
 class Run:
     """A run folder with stand-ins for its processes."""
 
@@ -56,7 +69,7 @@ class Run:
         return found
 
     def injector(self, *lines: str, seed: int = 0) -> Injector:
-        names = ["engine-0", "engine-1", "engine-2", "trainer-0"]
+        names = ["engine-0", "engine-1", "engine-2", "trainer-0", "relay-0"]
         events = EventLog(self.folder.events, run="r", role="chaos", name="chaos")
         return Injector(
             self.folder,
@@ -175,6 +188,34 @@ def test_parts_of_engines_and_roles(run: Run) -> None:
     assert child.is_running()  # a role is killed alone
     child.kill()
     assert [e.data["subject"] for e in run.seen()] == ["engine-0.scheduler", "serving"]
+
+
+def source_of(trainer: ProcessId, rank: str) -> psutil.Process:
+    [found] = [p for p in children(trainer.pid) if f'"{rank}"' in p.cmdline()[-1]]
+    return found
+
+
+def test_holders_of_weights(run: Run) -> None:
+    run.start()
+    trainer, relay = run.spawn("trainer-0", TRAINER), run.spawn("relay-0")
+    first, second = (source_of(trainer, f"trainer-0.{rank}") for rank in range(2))
+    lines = [
+        "kill source of trainer-0.1 at step 1",
+        "stop source of any trainer for 0.2 s at step 2",
+        "kill any relay at step 3",
+    ]
+    with running(run.injector(*lines)):
+        run.log.emit(Kind.COMMIT, step=1)
+        until(lambda: second.status() == psutil.STATUS_ZOMBIE)
+        run.log.emit(Kind.COMMIT, step=2)
+        until(lambda: first.status() == psutil.STATUS_STOPPED)
+        assert not stopped(trainer)
+        until(lambda: run.seen(phase="lift"))
+        run.log.emit(Kind.COMMIT, step=3)
+        until(lambda: not relay.alive())
+    assert trainer.alive() and first.status() != psutil.STATUS_STOPPED
+    names = ["source of trainer-0.1", "source of trainer-0", "relay-0"]
+    assert [e.data["subject"] for e in run.seen()] == names
 
 
 def test_the_supervisor_is_found_by_its_registration(run: Run) -> None:

@@ -82,6 +82,23 @@ KINDS = "kill, stop, slow, blackhole, fail, fill"
             "blackhole standby-1 for 5 s at step 3",
             (K.BLACKHOLE, "standby-1", Moment(When.STEP, 3), 0.0, 5.0),
         ),
+        ("kill relay-1 at step 3", (K.KILL, "relay-1", Moment(When.STEP, 3))),
+        (
+            "stop any relay for 2 s at step 3",
+            (K.STOP, "any relay", Moment(When.STEP, 3), 0.0, 2.0),
+        ),
+        (
+            "kill source of trainer-1 at step 3",
+            (K.KILL, "source of trainer-1", Moment(When.STEP, 3)),
+        ),
+        (
+            "stop source of trainer-0.1 for 2 s at phase publish",
+            (K.STOP, "source of trainer-0.1", Moment(When.PHASE, phase="publish"), 0.0, 2.0),
+        ),
+        (
+            "kill source of any trainer at step 3",
+            (K.KILL, "source of any trainer", Moment(When.STEP, 3)),
+        ),
         (
             "kill trainer-1 after 12.5 s of training",
             (K.KILL, "trainer-1", Moment(When.TRAINING, after_s=12.5)),
@@ -127,6 +144,12 @@ def test_lines_are_understood(line: str, fault: tuple[Any, ...]) -> None:
         ("fill rollout for 5 s at step 2", "expected 'disk', found 'rollout'"),
         ("fill disk of rollout at step 2", "fill needs a duration, like: for 5 s"),
         ("kill standby-0.server at step 2", "only engines have parts"),
+        ("kill relay-0.server at step 2", "only engines have parts"),
+        ("blackhole relay-0 at step 2", "no client finds 'relay-0' anew"),
+        ("kill source at step 2", "expected 'of', found 'at'"),
+        ("kill source of engine-0 at step 2", "trainers have sources, like trainer-1"),
+        ("kill source of any engine at step 2", "expected 'trainer', found 'engine'"),
+        ("blackhole source of trainer-0 at step 2", "a source can be killed, stopped and slowed"),
         ("kill engine-1 before step 2", "'before' is not a moment (at, after)"),
         ("kill engine-1 at step 2 plus 1", "the line ends where 's' should follow"),
         ("kill engine-1 at step 2 plus 0 s", "a time is above 0 s"),
@@ -151,6 +174,8 @@ def test_a_bad_line_says_what_and_how_to_mend_it(line: str, message: str) -> Non
         "fail trainer-1 all-reduce",
         "fail trainer-1 all-reduce for 0.5 s",
         "fill disk of rollout for 5 s",
+        "kill source of any trainer",
+        "stop relay-0 for 2 s",
     ],
 )
 def test_a_deed_has_no_moment(line: str) -> None:
@@ -187,6 +212,9 @@ def faults_of(tmp_path: Path, *lines: str, text: str = "", enable: bool = True) 
         ("kill standby-0 at step 1", 'no standby trainer (recovery.standby = "none")'),
         ("kill gateway at step 1", 'this job has no gateway (rollout.router = "own")'),
         ("stop inspector at step 1", "this job has no inspector"),
+        ("kill relay-1 at step 1", "there is no relay-1 in this job, which has 1 (from relay-0)"),
+        ("kill source of trainer-2 at step 1", "there is no trainer-2 in this job, which has 2"),
+        ("kill source of trainer-0.1 at step 1", "so there is no source of trainer-0.1"),
     ],
 )
 def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str) -> None:
@@ -196,12 +224,21 @@ def test_faults_that_a_job_cannot_suffer(tmp_path: Path, line: str, message: str
     assert message in problem
 
 
+@pytest.mark.parametrize("whom", ["relay-0", "any relay", "source of trainer-0"])
+def test_a_job_whose_weights_go_over_the_disk_has_no_holders(tmp_path: Path, whom: str) -> None:
+    text = 'weight_transport = "disk"\n'
+    [problem] = job_plan.problems(faults_of(tmp_path, f"kill {whom} at step 1", text=text))
+    assert '(rollout.weight_transport = "disk")' in problem
+
+
 @pytest.mark.parametrize(
     ("mode", "line"),
     [
         ('debug_mode = "train_only"', "kill engine-0 at step 1"),
         ('load_debug_rollout_data = "{rollout_id}.npz"', "stop serving at step 1"),
         ('debug_mode = "rollout_only"', "kill any trainer at rollout 1"),
+        ('debug_mode = "rollout_only"', "kill source of any trainer at rollout 1"),
+        ('debug_mode = "train_only"', "stop relay-0 at step 1"),
     ],
 )
 def test_a_debug_mode_has_fewer_victims(tmp_path: Path, mode: str, line: str) -> None:

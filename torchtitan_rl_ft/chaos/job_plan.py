@@ -10,6 +10,7 @@ from pathlib import Path
 from torchtitan_rl_ft.chaos import disk
 from torchtitan_rl_ft.chaos.draws import drawn
 from torchtitan_rl_ft.chaos.plan import (
+    SOURCE_OF,
     Fault,
     FaultInvalid,
     FaultKind,
@@ -25,8 +26,8 @@ from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import ChaosSection
 
 LEFT_OUT = {
-    DebugMode.TRAIN_ONLY: ("engine", "serving", "gateway"),
-    DebugMode.ROLLOUT_ONLY: ("trainer", "standby", "lighthouse"),
+    DebugMode.TRAIN_ONLY: ("engine", "serving", "gateway", "relay", "source"),
+    DebugMode.ROLLOUT_ONLY: ("trainer", "standby", "lighthouse", "source"),
 }
 """Roles that a debug mode does without."""
 
@@ -133,6 +134,7 @@ def _sizes(resolved: Resolved) -> dict[str, int]:
         "engine": engines + rollout.standby_engines + len(rollout.external_urls),
         "trainer": sections.fault_tolerance.replica_groups,
         "standby": {"none": 0, "spare": recovery.standby_groups}.get(recovery.standby, 1),
+        "relay": 0 if rollout.weight_transport == "disk" else sections.weights.holders,
     }
 
 
@@ -140,6 +142,12 @@ def _absent(kind: str, target: str, resolved: Resolved) -> str | None:
     """Why the job has no such process, or None."""
     rollout, recovery = resolved.sections.rollout, resolved.sections.recovery
     sizes = _sizes(resolved)
+    if kind in ("relay", "source") and rollout.weight_transport == "disk":
+        return f'this job has no {kind} (rollout.weight_transport = "disk")'
+    if kind == "source":
+        return _no_rank(target, resolved) or _absent(
+            "trainer", target.removeprefix(SOURCE_OF), resolved
+        )
     number = target.partition(".")[0].partition("-")[2]
     if kind == "standby" and not sizes[kind]:
         return 'this job has no standby trainer (recovery.standby = "none")'
@@ -151,4 +159,11 @@ def _absent(kind: str, target: str, resolved: Resolved) -> str | None:
         return f'this job has no gateway (rollout.router = "{rollout.router}")'
     if kind == "inspector" and not recovery.run_workload_inspector_server:
         return "this job has no inspector (recovery.run_workload_inspector_server = false)"
+    return None
+
+
+def _no_rank(source: str, resolved: Resolved) -> str | None:
+    rank, ranks = source.partition(".")[2], resolved.sections.fault_tolerance.ranks_per_group
+    if rank and int(rank) >= ranks:
+        return f"its groups have {ranks} ranks (from rank 0), so there is no {source}"
     return None

@@ -7,8 +7,9 @@ DEED   = "kill" TARGET
        | "fail" TARGET "all-reduce" ["for" SECONDS "s"]
        | "fill" "disk" "of" TARGET "for" SECONDS "s"
 TARGET = "supervisor" | "lighthouse" | "serving" | "gateway" | "rollout" | "inspector"
-       | "trainer-" G | "standby-" N | "engine-" N ["." PART]
-       | "any engine" | "any trainer" | "any standby"
+       | "trainer-" G | "standby-" N | "relay-" N | "engine-" N ["." PART]
+       | "any engine" | "any trainer" | "any standby" | "any relay"
+       | "source of" ("trainer-" G ["." RANK] | "any trainer")
 PART   = "server" | "scheduler" | "detokenizer"
 MOMENT = ("at step" K | "at rollout" K | "at phase" NAME ["of" WHO]) ["plus" SECONDS "s"]
        | "after" SECONDS "s" ["of training"]
@@ -25,7 +26,8 @@ from torchtitan_rl_ft.config.errors import near_miss
 
 EXAMPLE = "kill engine-1 at step 2"
 ROLES = ("supervisor", "lighthouse", "serving", "gateway", "rollout", "inspector")
-NUMBERED = ("engine", "trainer", "standby")
+NUMBERED = ("engine", "trainer", "standby", "relay")
+SOURCE_OF = "source of "
 ANY = tuple(f"any {kind}" for kind in NUMBERED)
 PARTS = ("server", "scheduler", "detokenizer")
 LOOKED_UP = ("serving", "rollout", "inspector")
@@ -145,14 +147,16 @@ class _Line:
 
     def _target(self, kind: FaultKind) -> str:
         word = self._next("a target")
+        if word == "source":
+            return self._source(kind)
         if word == "any":
-            word = f"any {self._next('engine, trainer or standby')}"
+            word = f"any {self._next('engine, trainer, standby or relay')}"
         base, dot, part = word.partition(".")
         known = [*ROLES, *ANY, *(f"{kind}-0" for kind in NUMBERED)]
         if not (base in (*ROLES, *ANY) or re.fullmatch(rf"({'|'.join(NUMBERED)})-\d+", base)):
             raise self._error(
                 f"unknown target {word!r}{near_miss(word, known)} (known: {', '.join(ROLES)}, "
-                f"trainer-G, standby-N, engine-N, {', '.join(ANY)})"
+                f"trainer-G, standby-N, relay-N, engine-N, {', '.join(ANY)}, source of trainer-G)"
             )
         if dot and (not base.startswith("engine-") or part not in PARTS):
             raise self._error(f"only engines have parts, and {word!r} names none of {PARTS}")
@@ -163,6 +167,18 @@ class _Line:
         if kind is FaultKind.FAIL and kind_of(word) != "trainer":
             raise self._error(f"{word!r} takes part in no sum over the groups: trainers only")
         return word
+
+    def _source(self, kind: FaultKind) -> str:
+        if kind not in (FaultKind.KILL, FaultKind.STOP, FaultKind.SLOW):
+            raise self._error(f"a source can be killed, stopped and slowed, not: {kind}")
+        self._take("of")
+        word = self._next("a trainer")
+        if word == "any":
+            self._take("trainer")
+            word = "any trainer"
+        elif not re.fullmatch(r"trainer-\d+(\.\d+)?", word):
+            raise self._error(f"trainers have sources, like trainer-1 or trainer-1.0, not {word!r}")
+        return SOURCE_OF + word
 
     def _share(self) -> float:
         share = self._number("the share of time that it is stopped, like 50 %")
@@ -248,6 +264,8 @@ class _Line:
 
 def kind_of(target: str) -> str:
     """`engine` of `engine-1.server` and of `any engine`; a role's own name."""
+    if target.startswith(SOURCE_OF):
+        return "source"
     return target.removeprefix("any ").partition(".")[0].partition("-")[0]
 
 

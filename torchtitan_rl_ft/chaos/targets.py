@@ -3,6 +3,7 @@ observer would find it. Nothing is unregistered."""
 
 from __future__ import annotations
 
+import json
 import random
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,12 +12,16 @@ from typing import Any
 
 import psutil
 
+from torchtitan_rl_ft.chaos.plan import SOURCE_OF
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 
 WORKER_TITLES = {"scheduler": "sglang::scheduler", "detokenizer": "sglang::detokenizer"}
 """What SGLang's own processes call themselves."""
+
+HOLDER = "torchtitan_rl_ft.weights.holder"
+"""The program of a trainer rank's source; its last argument says whose it is."""
 
 Status = Callable[[], Mapping[str, Any] | None]
 """The answer of serving's /v1/status; None when it gives none."""
@@ -55,6 +60,9 @@ class Targets:
     def resolve(self, target: str, key: str) -> Victim | None:
         """The process that `target` means now; None when there is none. What is left open is
         drawn from the seed and `key`, so equal plans hit equal names."""
+        if target.startswith(SOURCE_OF):
+            trainer = self.resolve(target.removeprefix(SOURCE_OF), key)
+            return self._source(trainer) if trainer is not None else None
         if not target.startswith("any "):
             return self._named(target)
         order = [n for n in self._names if n.startswith(target.removeprefix("any ") + "-")]
@@ -75,6 +83,13 @@ class Targets:
             return Victim(name, worker, False, listed) if worker is not None else None
         whole_tree = not part and base.startswith(("engine-", "trainer-", "standby-"))
         return Victim(name, found, whole_tree, listed)
+
+    @staticmethod
+    def _source(trainer: Victim) -> Victim | None:
+        """Of a rank, the first one where none is named."""
+        rank = trainer.name if "." in trainer.name else f"{trainer.name}.0"
+        found = source(process.descendants(trainer.id), rank)
+        return Victim(f"{SOURCE_OF}{trainer.name}", found, False) if found is not None else None
 
     def _engine(self, name: str) -> tuple[ProcessId | None, str | None]:
         """From serving, which knows engines of earlier jobs too; else from the events."""
@@ -99,10 +114,30 @@ class Targets:
 
 def titled(processes: Iterable[ProcessId], title: str) -> ProcessId | None:
     for found in sorted(processes, key=lambda p: p.pid):
-        try:
-            command = " ".join(psutil.Process(found.pid).cmdline())
-        except psutil.NoSuchProcess:
-            continue
-        if command.startswith(title):
+        if " ".join(command_of(found)).startswith(title):
             return found
     return None
+
+
+def source(processes: Iterable[ProcessId], rank: str) -> ProcessId | None:
+    """That of a trainer's rank, like `trainer-1.0`."""
+    for found in sorted(processes, key=lambda p: p.pid):
+        command = command_of(found)
+        if HOLDER in command and _name_of_holder(command[-1]) == rank:
+            return found
+    return None
+
+
+def command_of(found: ProcessId) -> list[str]:
+    """The words that it was started with; none when it is gone."""
+    try:
+        return psutil.Process(found.pid).cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _name_of_holder(settings: str) -> str | None:
+    try:
+        return json.loads(settings).get("name")
+    except ValueError:
+        return None
