@@ -278,6 +278,70 @@ async def test_a_byte_that_flips_in_memory_is_found_and_got_anew(
         assert serving(pool, 1) == 2
 
 
+async def test_a_state_that_relays_gave_up_is_got_again_when_it_is_current_again(
+    tmp_path: Path, model: Path
+) -> None:
+    """A trainer that goes back to a checkpoint publishes what it has published before."""
+    async with (
+        open_pool(tmp_path, model, weights={"holders": 2}, engines=1) as pool,
+        source(pool) as trainer,
+    ):
+        await ready(pool)
+        folders = [policy(pool, step) for step in (1, 2, 3)]
+        for folder in folders:
+            await trainer.offer(folder)
+            status, _ = await publish(pool, folder, wait_relays="all")
+            assert status == 200
+        kept = "memory/*/session/relay-*/step-1-*"
+        await pool.until(lambda: not list(tmp_path.glob(kept)), LIMIT_S)
+        relays = pool.service.status()["relays"]
+        assert all(1 not in relay["holds"] for relay in relays)
+        status, answer = await publish(pool, folders[0], wait_relays="all")
+        assert (status, answer["version"]) == (200, 4), answer
+        assert answer["installed"] == [0] and len(answer["relays"]) == 2
+
+
+async def test_an_engine_is_not_kept_waiting_while_its_relay_gets_a_later_version(
+    tmp_path: Path, model: Path
+) -> None:
+    weights = {"stall_timeout_s": LIMIT_S}
+    async with (
+        open_pool(tmp_path, model, weights=weights, engines=1) as pool,
+        source(pool) as trainer,
+    ):
+        await ready(pool)
+        first, second = policy(pool, 1), policy(pool, 2)
+        await trainer.offer(first)
+        assert (await publish(pool, first))[0] == 200
+        await trainer.offer(second)
+        await trainer.fault(hang_push=True)
+        publishing = asyncio.create_task(publish(pool, second))
+        await until(pool, lambda found: (shown(found, trainer.name) or {}).get("gives_to"))
+        engine = pool.service.pool.slots[0].engine
+        assert engine is not None
+        os.kill(engine.process.id.pid, signal.SIGKILL)
+        await pool.until(lambda: len(pool.seen("install", version=1)) == 2, LIMIT_S)
+        assert not [e for e in pool.seen("fault") if "not installed" in e["cause"]]
+        publishing.cancel()
+
+
+async def test_all_relays_are_not_waited_for_when_one_cannot_get_the_version(
+    tmp_path: Path, model: Path
+) -> None:
+    async with (
+        open_pool(tmp_path, model, weights={"holders": 2}, engines=2) as pool,
+        source(pool) as trainer,
+    ):
+        await ready(pool)
+        found = await until(pool, lambda all_: shown(all_, "relay-1"))
+        await ask(pool, found["url"], "/fault", {"fetch_status": 507})
+        folder = policy(pool, 1)
+        await trainer.offer(folder)
+        status, answer = await publish(pool, folder, wait="none", wait_relays="all", deadline_s=600)
+        assert (status, answer["relays"]) == (200, ["relay-0"])
+        assert "as told" in pool.service.status()["relays"][1]["problem"]
+
+
 async def test_a_relay_that_hangs_is_replaced(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,6 +277,27 @@ def test_what_is_kept_and_known() -> None:
     assert directory.can_be_had(V2, 0.0)
 
 
+def test_leases_of_another_version_are_over_when_a_receiver_goes_on() -> None:
+    """It may have died, or been told of the newer one, before it gave them back."""
+    directory = opened(V1, V2)
+    directory.report(told("source-0", part(V1, (0, NBYTES)), part(V2, (0, NBYTES))), 0.0)
+    directory.report(told("relay-0"), 0.0)
+    directory.report(told("relay-1"), 0.0)
+    assert directory.lease("relay-0", V1, ALL, 0.0)
+    assert not directory.lease("relay-1", V2, ALL, 0.0)
+    [lease] = directory.lease("relay-0", V2, ALL, 0.0)
+    assert directory.leases() == [lease]
+
+
+def test_what_a_relay_has_by_its_last_report() -> None:
+    directory = opened(V1, V2)
+    directory.report(told("relay-0", whole(V1), whole(V2)), 0.0)
+    assert directory.held("relay-0") == {V1, V2}
+    directory.report(told("relay-0", whole(V2)), 0.0)
+    assert directory.held("relay-0") == {V2}
+    assert directory.held("relay-1") == set()
+
+
 # Growth -----------------------------------------------------------------------------------------
 
 

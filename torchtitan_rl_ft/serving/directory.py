@@ -209,6 +209,11 @@ class Directory:
             keep |= {*needed, *(k for k in [next(whole, None)] if k is not None)}
         return sorted(keep)
 
+    def held(self, name: str) -> set[Key]:
+        """Versions of which a holder has all, by its last report."""
+        holder = self._holders.get(name)
+        return {k for k, h in holder.held.items() if h.whole} if holder is not None else set()
+
     def gone(self, name: str) -> None:
         """Its process has ended."""
         self._holders.pop(name, None)
@@ -293,13 +298,13 @@ class Directory:
 
     def lease(self, receiver: str, key: Key, missing: Iterable[Range], now_s: float) -> list[Lease]:
         """Who gives `receiver` what of `missing`, which it neither has nor is being given: leases
-        of it for those bytes are over. Empty while all who could are busy. Raises NotWanted,
-        Superseded."""
+        of it for those bytes, and for other versions, are over. Empty while all who could are busy.
+        Raises NotWanted, Superseded."""
         self._expire(now_s)
         wanted, missing = self._wanted.get(key), merge(missing)
         if wanted is None:
             raise NotWanted(f"{key} was not published here")
-        self._end_overlapping(receiver, key, missing)
+        self._end_leases(receiver, key, missing)
         if self.superseded(key, missing, now_s):
             raise Superseded(f"{key} is superseded")
         free = [
@@ -339,12 +344,13 @@ class Directory:
     def leases(self) -> list[Lease]:
         return [h.lease for h in self._holders.values() if h.lease is not None]
 
-    def _end_overlapping(self, receiver: str, key: Key, missing: list[Range]) -> None:
+    def _end_leases(self, receiver: str, key: Key, missing: list[Range]) -> None:
+        """A receiver gets one version at a time."""
         for holder in self._holders.values():
             lease = holder.lease
-            if lease is None or (lease.receiver, lease.key) != (receiver, key):
+            if lease is None or lease.receiver != receiver:
                 continue
-            if intersect(lease.ranges, missing):
+            if lease.key != key or intersect(lease.ranges, missing):
                 holder.lease = None
 
     def _expire(self, now_s: float) -> None:

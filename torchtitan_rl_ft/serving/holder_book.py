@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl_ft.observability.events import EventSink, Kind
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.directory import Answer, Directory, Lease, Report, Wanted
 from torchtitan_rl_ft.weights.holder.settings import Key
-from torchtitan_rl_ft.weights.pieces import Range
+from torchtitan_rl_ft.weights.pieces import Range, intersect
 
 LOOK_S = 0.25
 """How often somebody who waits looks again for what time alone has changed: a wait that is over, a
 holder that has fallen silent."""
+
+
+@dataclass(eq=False)
+class _Poll:
+    """A receiver that waits for a lease. `is_over`: it asks for something else by now, and would
+    leave what it were granted unused."""
+
+    receiver: str
+    key: Key
+    missing: Sequence[Range]
+    is_over: bool = False
 
 
 class HolderBook:
@@ -32,6 +44,7 @@ class HolderBook:
         self._clock = clock
         self.needed = needed
         self._told: set[tuple[str, Key, str]] = set()
+        self._polls: list[_Poll] = []
 
     # Reports --------------------------------------------------------------------------------
 
@@ -77,6 +90,10 @@ class HolderBook:
         """Relays that hold all of it."""
         return self._directory.whole(key, self._clock())
 
+    def held(self, name: str) -> set[Key]:
+        """Versions that a holder has told to have all of."""
+        return self._directory.held(name)
+
     def is_lost(self, key: Key, receiver: str) -> bool:
         """Whether holders have not all of it together, and `receiver` gets nothing of it."""
         return not self._directory.can_be_had(key, self._clock()) and not self._directory.receives(
@@ -88,15 +105,24 @@ class HolderBook:
     async def lease(
         self, receiver: str, key: Key, missing: Sequence[Range], timeout_s: float
     ) -> list[Lease]:
-        """As soon as somebody gives some of it; none at the timeout. Raises NotWanted,
-        Superseded."""
+        """As soon as somebody gives some of it; none at the timeout, and when the receiver asks
+        for the same, or for another version, meanwhile. Raises NotWanted, Superseded."""
+        for earlier in self._polls:
+            if earlier.receiver == receiver:
+                earlier.is_over |= earlier.key != key or bool(intersect(earlier.missing, missing))
+        poll = _Poll(receiver, key, missing)
+        self._polls.append(poll)
         end = self._clock() + timeout_s
-        while True:
-            granted = self._directory.lease(receiver, key, missing, self._clock())
-            left_s = end - self._clock()
-            if granted or left_s <= 0:
-                return granted
-            await self._changes.next(min(left_s, LOOK_S))
+        try:
+            while not poll.is_over:
+                granted = self._directory.lease(receiver, key, missing, self._clock())
+                left_s = end - self._clock()
+                if granted or left_s <= 0:
+                    return granted
+                await self._changes.next(min(left_s, LOOK_S))
+            return []
+        finally:
+            self._polls.remove(poll)
 
     def returned(self, lease_id: str, ok: bool, cause: str | None) -> None:
         lease = self._directory.returned(lease_id, ok, self._clock())

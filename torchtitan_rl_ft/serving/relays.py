@@ -114,6 +114,9 @@ class Relay:
         self.problem = ""
         """Why the last fetch failed; empty after one that did not."""
 
+        self.failing: Key | None = None
+        """The version of which that was one."""
+
     async def run(self, serving_url: str) -> None:
         """Keep it up, and at the newest version, until cancelled. Raises ChildFailed."""
         self._serving_url = serving_url
@@ -182,8 +185,9 @@ class Relay:
     # Versions -------------------------------------------------------------------------------
 
     def holds(self, key: Key) -> Fetched | None:
-        """What it said of a version that it has been asked for in this life of its process."""
-        return self._held.get(key)
+        """What it said of a version that it has been asked for in this life of its process, and
+        that it has by its last report: it gives up what is not needed any more."""
+        return self._held.get(key) if key in self._site.book.held(self.name) else None
 
     async def fetch(
         self, wanted: Wanted, deadline_s: float, manifest_digest: str | None = None
@@ -194,8 +198,11 @@ class Relay:
         """
         end = self._site.clock() + deadline_s
         try:
-            async with asyncio.timeout(deadline_s), self._fetching:
-                return await self._fetch(wanted, end, manifest_digest)
+            async with asyncio.timeout(deadline_s):
+                if self.holds(wanted.key) is not None:  # whatever it is getting now
+                    return await self._fetch(wanted, end, manifest_digest)
+                async with self._fetching:
+                    return await self._fetch(wanted, end, manifest_digest)
         except TimeoutError:
             raise TransportFailed(
                 f"{self.name} did not get {wanted.key} within {deadline_s:g} s: "
@@ -212,7 +219,7 @@ class Relay:
         while True:
             left_s = end - site.clock()
             if self._url is None:
-                self.problem = f"{self.name} is not up"
+                self._fails(wanted, f"{self.name} is not up")
                 await site.changes.next(LOOK_S)
             else:
                 client = HolderClient(site.http, self._url, site.setup.token)
@@ -243,15 +250,20 @@ class Relay:
 
     def _refused(self, wanted: Wanted, error: HolderError) -> None:
         """Raises FetchSuperseded, WeightsInvalid."""
-        self.problem = f"{self.name}: {error}"
         if error.status == SUPERSEDED:
             raise FetchSuperseded(f"{wanted.key} is superseded") from error
+        self._fails(wanted, f"{self.name}: {error}")
         if error.status in REFUSED:
             self.invalid[wanted.key] = self.problem
             raise WeightsInvalid(self.problem) from error
 
+    def _fails(self, wanted: Wanted, problem: str) -> None:
+        if (self.problem, self.failing) != (problem, wanted.key):
+            self.problem, self.failing = problem, wanted.key
+            self._site.changes.notify()
+
     def _fetched(self, wanted: Wanted, fetched: Fetched) -> Fetched:
-        self.problem = ""
+        self.problem, self.failing = "", None
         self.invalid.pop(wanted.key, None)
         if wanted.key not in self._held:
             self._site.events.emit(
@@ -262,7 +274,8 @@ class Relay:
                 nbytes=wanted.nbytes,
                 bytes_from=fetched.bytes_from,
             )
-        self._held[wanted.key] = fetched
+        there = self._site.book.held(self.name)
+        self._held = {k: f for k, f in self._held.items() if k in there} | {wanted.key: fetched}
         self._site.changes.notify()
         return fetched
 
@@ -290,7 +303,7 @@ class Relay:
 
     def _lacks(self) -> Wanted | None:
         newest = self._site.book.newest
-        return newest if newest is not None and newest.key not in self._held else None
+        return newest if newest is not None and self.holds(newest.key) is None else None
 
     def to_json(self) -> dict[str, Any]:
         child = self._kept.child
@@ -301,7 +314,7 @@ class Relay:
             "start_time": child.id.start_time if child is not None else None,
             "log": str(child.log) if child is not None else None,
             "restarts": max(0, self._kept.starts - 1),
-            "holds": sorted(key.step for key in self._held),
+            "holds": sorted(key.step for key in self._held if self.holds(key) is not None),
             "problem": self.problem,
         }
 
@@ -372,13 +385,14 @@ class Relays:
         return next(iter(holding.values()))
 
     async def all(self, key: Key, deadline_s: float) -> list[str]:
-        """Until all hold it, or a newer version is wanted, or the deadline is over. Returns who
-        does."""
+        """Until all hold it but those that fail to get it, or a newer version is wanted, or the
+        deadline is over. Returns who does."""
 
         def over() -> bool:
             newest = self.site.book.newest
             superseded = newest is not None and newest.key != key
-            return superseded or len(self.holding(key)) == len(self._relays)
+            done = (r.holds(key) is not None or r.failing == key for r in self._relays)
+            return superseded or all(done)
 
         await self.site.changes.wait_until(over, deadline_s)
         return sorted(self.holding(key))

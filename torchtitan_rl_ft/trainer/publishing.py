@@ -23,6 +23,9 @@ from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.publisher import NonFiniteWeights, publish
 
 PUBLISH_DEADLINE_S = 60.0
+ANSWER_S = 5.0
+"""Of it, for serving's answer to come: what serving waits for ends before the request does."""
+
 LATE = 503
 """Serving's answer when it still lacks the weights at the deadline: to be asked again."""
 
@@ -83,7 +86,7 @@ class Announcer:
             "step": step,
             "token": token,
             "wait": "none",
-            "deadline_s": PUBLISH_DEADLINE_S,
+            "deadline_s": PUBLISH_DEADLINE_S - ANSWER_S,
             **what,
             **self._job,
         }
