@@ -488,7 +488,9 @@ async def lose_senders(folder: Path, tls: str, cycles: int) -> None:
             assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
         await grown(taker, before)
         fetches = (await taker.client.status(5.0))["fetches"]
-        assert fetches == {"done": cycles + WARM_UP, "failed": 0, "abandoned": cycles + WARM_UP}
+        assert (fetches["done"], fetches["failed"]) == (cycles + WARM_UP, 0)
+        # Now and then a connection is not made, and another try is.
+        assert 0 <= fetches["abandoned"] - (cycles + WARM_UP) <= 1 + cycles // 10
 
 
 @OVER
