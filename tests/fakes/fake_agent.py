@@ -18,6 +18,7 @@ class FakeAgent:
         """Number of the write that ends with an error."""
         self.hangs_at: int | None = None
         self.dropped = False
+        self.notes_to_come: list[bytes] = []
 
     def register(self, address: int, ranges: Any) -> Any:
         self.registered.append((address, tuple(ranges)))
@@ -25,6 +26,13 @@ class FakeAgent:
 
     def deregister(self, registered: Any) -> None:
         self.registered.remove(registered)
+
+    def metadata(self) -> bytes:
+        return b"agent"
+
+    def notes(self) -> list[bytes]:
+        found, self.notes_to_come = self.notes_to_come, []
+        return found
 
     def add_peer(self, metadata: bytes) -> str:
         if metadata == b"garbage":

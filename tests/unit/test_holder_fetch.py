@@ -344,6 +344,72 @@ async def test_a_lease_that_comes_too_late_is_declined(bench):
     assert not bench.directory.leased and bench.directory.returns == [("0", None)]
 
 
+async def test_a_lease_is_returned_whatever_becomes_of_its_fetch(bench):
+    """The request that returns it is under way when another version is wanted."""
+    bench.has(Giver("0", [(0, MIDDLE)]))
+    give_back, under_way, go_on = bench.directory.returned, asyncio.Event(), asyncio.Event()
+
+    async def returned(lease, cause, timeout_s):
+        under_way.set()
+        await go_on.wait()
+        await give_back(lease, cause, timeout_s)
+
+    bench.directory.returned = returned
+    getting = asyncio.create_task(bench.gets())
+    await under_way.wait()
+    for _ in range(2):
+        getting.cancel()
+        await asyncio.sleep(0.001)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    async with asyncio.timeout(10.0):
+        while bench.directory.leased:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_fetch_that_is_ended_twice_is_over_when_its_pushes_are(bench):
+    """What they write into is used again then."""
+    giver = Giver("0")
+    bench.has(giver)
+    ending, go_on = asyncio.Event(), asyncio.Event()
+
+    async def push(*args):
+        try:
+            giver.inside.set()
+            await asyncio.Event().wait()
+        finally:
+            ending.set()
+            await go_on.wait()
+
+    giver.push = push
+    getting = asyncio.create_task(bench.gets())
+    await giver.inside.wait()
+    getting.cancel()
+    await ending.wait()
+    getting.cancel()
+    await asyncio.sleep(0.01)
+    assert not getting.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await getting
+    assert not bench.directory.leased
+
+
+async def test_pieces_that_overlap_are_not_taken(bench):
+    first, second = Giver("0"), Giver("1")
+    told = first.pieces
+
+    async def twice(key, timeout_s, ranges):
+        header, pieces = await told(key, timeout_s, ranges)
+        return header, [*pieces, *pieces[:1]]
+
+    first.pieces = twice
+    bench.has(first, second)
+    assert (await bench.gets()).bytes_from == {"1": IMAGE.nbytes}
+    assert "other pieces" in bench.directory.returns[0][1]
+
+
 # Several wishes -------------------------------------------------------------------------------
 
 

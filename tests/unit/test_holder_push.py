@@ -5,6 +5,7 @@ import threading
 import pytest
 from fakes.fake_agent import FakeAgent
 
+from torchtitan_rl_ft.weights.holder.agent import NixlError
 from torchtitan_rl_ft.weights.holder.client import Offer
 from torchtitan_rl_ft.weights.holder.push import Memory, PushBusy, Pusher, PushFailed, range_of
 
@@ -82,6 +83,21 @@ def test_a_receiver_that_cannot_be_read_fails_the_push():
     with pytest.raises(PushFailed, match="garbage"):
         bench.pusher.push(MEMORY, PIECES, Offer(b"garbage", 0, 100, "nixl"), 1.0)
     assert not bench.agents[0].written
+
+
+def test_an_agent_that_cannot_register_memory_is_not_used_again():
+    bench = Bench()
+    broken = bench.next
+
+    def register(address, ranges):
+        raise NixlError("registering memory: NIXL_ERR_BACKEND")
+
+    broken.register = register
+    with pytest.raises(NixlError, match="registering memory"):
+        bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert broken.dropped and not broken.written
+    bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert len(bench.agents) == 2
 
 
 def test_one_push_at_a_time():

@@ -1,6 +1,7 @@
 """The versions of a holder: what it gives up, and when; what it finds again."""
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -145,6 +146,42 @@ async def test_a_version_in_use_keeps_its_memory_until_it_is_not(make):
         assert bytes(first.file.view) == DATA
     assert not first.folder.exists()
     assert len(list(first.folder.parent.glob("*/model.safetensors"))) == 3
+
+
+async def test_an_offer_whose_file_was_given_up_meanwhile_is_refused(make, checks):
+    shelf, key, go_on = make("source"), Key(1, "t"), threading.Event()
+    file = await shelf.reserve(key, IMAGE)
+    busy = [checks.submit(go_on.wait, 10.0) for _ in range(2)]
+    offering = asyncio.create_task(shelf.offer(key, file, ALL, None))
+    await asyncio.sleep(0)
+    reserving = asyncio.create_task(shelf.reserve(Key(2, "t"), IMAGE))
+    await asyncio.sleep(0)
+    go_on.set()
+    assert all(b.result() for b in busy)
+    with pytest.raises(NotReserved):
+        await offering
+    assert await reserving != file and shelf.held == []
+
+
+async def test_a_file_that_is_being_read_is_not_used_again(make, checks, monkeypatch):
+    """A tensor may still be hashed when its fetch is over."""
+    shelf, inside, go_on = make("relay"), threading.Event(), threading.Event()
+    first = await shelf.begin(Key(1, "t"), IMAGE)
+
+    def slow(raw):
+        inside.set()
+        go_on.wait(10.0)
+        return piece_digest(raw)
+
+    monkeypatch.setattr("torchtitan_rl_ft.weights.holder.versions.piece_digest", slow)
+    hashing = checks.submit(first.file.digest, 0, IMAGE.nbytes)
+    assert inside.wait(10.0)
+    await shelf.begin(Key(2, "t"), IMAGE)
+    assert first.folder.exists()
+    go_on.set()
+    assert hashing.result(10.0)
+    await shelf.begin(Key(3, "t"), IMAGE)
+    assert not first.folder.exists()
 
 
 async def test_pieces_for_other_ranges_are_hashed_anew(make):

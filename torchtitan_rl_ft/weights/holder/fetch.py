@@ -80,6 +80,7 @@ class Fetch:
     left of it; it is called once, when the first holder has said what the image looks like."""
 
     _returning: ClassVar[set[asyncio.Task[None]]] = set()
+    """Leases on their way back, also of fetches that are over."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Fetch:
                 f"{self._causes()}"
             ) from None
         finally:
-            await self._stop()
+            await to_the_end(asyncio.create_task(self._stop()))
 
     @property
     def _missing(self) -> list[Range]:
@@ -158,9 +159,15 @@ class Fetch:
             await asyncio.sleep(RETRY_DELAY_S)
             return []
         except asyncio.CancelledError:
-            self._returning.add(task := asyncio.create_task(self._decline(asking)))
-            task.add_done_callback(self._returning.discard)
+            self._return(self._decline(asking))
             raise
+
+    def _return(self, returning: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """To the end, whatever becomes of the fetch: a lease that is not returned bars its giver to
+        all others."""
+        self._returning.add(task := asyncio.create_task(returning))
+        task.add_done_callback(self._returning.discard)
+        return task
 
     async def _decline(self, asking: asyncio.Future[list[Lease]]) -> None:
         """What is granted to a fetch that is over would bar others for long."""
@@ -179,7 +186,7 @@ class Fetch:
             logger.warning("%s from %s", self._wish.key, cause)
             self._failures.append(cause)
         finally:
-            await self._give_back(lease, cause)
+            await asyncio.shield(self._return(self._give_back(lease, cause)))
         return []
 
     async def _give_back(self, lease: Lease, cause: str | None) -> None:
@@ -196,7 +203,8 @@ class Fetch:
         version = await self._version_of(header)
         if (left := intersect(lease.ranges, self._missing)) != ranges:  # of an earlier try
             ranges, parts = left, (await client.pieces(self._wish.key, ASK_TIMEOUT_S, left))[1]
-        if not contains(ranges, cover(parts)):
+        covered = cover(parts)
+        if not contains(ranges, covered) or total(covered) != sum(p.nbytes for p in parts):
             raise ReceiveFailed("it has other pieces than it was asked for")
         if self._assets is None:
             self._assets = _checked(await client.assets(self._wish.key, ASK_TIMEOUT_S))
@@ -263,6 +271,8 @@ class Fetch:
         for task in self._work:
             task.cancel()
         ended = await asyncio.gather(*self._work, return_exceptions=True)
+        if self._hashes is not None:
+            self._hashes.stop()
         unused = [lease for leases in ended if isinstance(leases, list) for lease in leases]
         await asyncio.gather(*(self._give_back(lease, None) for lease in unused))
 
@@ -270,6 +280,20 @@ class Fetch:
         last = list(dict.fromkeys([*self._failures[-3:], self._trouble]))
         last = [cause for cause in last if cause]
         return f" ({'; '.join(last)})" if last else ""
+
+
+async def to_the_end(task: asyncio.Task[None]) -> None:
+    """Wait for what takes no longer than its own limits, also when cancelled meanwhile: what it
+    works on is in use until then. Raises what `task` raises, and CancelledError at the end."""
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    task.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 def _checked(assets: dict[str, bytes]) -> dict[str, bytes]:

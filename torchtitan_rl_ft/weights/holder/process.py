@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 PUSH_THREADS = 32
 """Each push, of either side, takes one."""
 
+RECEIVES_AT_ONCE = 24
+"""Of a version whose shards many ranks hold; the other threads begin and end pushes, and give."""
+
 
 async def serve(settings: HolderSettings, token: str) -> None:
     """Until SIGTERM or SIGINT. Raises NixlUnavailable, NixlError, HolderRuns, Replaced,
@@ -56,7 +59,14 @@ async def serve(settings: HolderSettings, token: str) -> None:
         connector = aiohttp.TCPConnector(limit=0)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         directory = DirectoryClient(http, _find_serving(settings), token)
-        receiver = Receiver(make_agent, version, settings.weights.stall_timeout_s, pushes, checks)
+        receiver = Receiver(
+            make_agent,
+            version,
+            settings.weights.stall_timeout_s,
+            pushes,
+            checks,
+            RECEIVES_AT_ONCE,
+        )
 
         def make_fetch(wish: Wish) -> Fetch:
             return Fetch(

@@ -74,7 +74,11 @@ class Pusher:
             raise PushBusy("another push is under way")
         try:
             with self._state:
-                agent = self._agent_for(memory)
+                try:
+                    agent = self._agent_for(memory)
+                except NixlError:
+                    self._drop_agent()  # the next one may do better
+                    raise
             try:
                 self._write_all(agent, memory, pieces, offer, stall_timeout_s)
             except (NixlError, PushFailed) as e:

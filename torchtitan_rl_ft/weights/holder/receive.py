@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from torchtitan_rl_ft.weights.holder.agent import Agent, AgentAhead, NixlError
@@ -16,6 +17,8 @@ from torchtitan_rl_ft.weights.holder.mapping import Mappings
 from torchtitan_rl_ft.weights.holder.push import range_of
 from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
+
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.0002
 
@@ -86,7 +89,7 @@ def _piece(note: bytes) -> Range:
 
 
 class Receiver:
-    """`pushes` has a thread for each push under way, and one more; `checks` hashes."""
+    """`pushes` has a thread for each of `at_once` pushes, and some more; `checks` hashes."""
 
     def __init__(
         self,
@@ -95,12 +98,15 @@ class Receiver:
         stall_timeout_s: float,
         pushes: Executor,
         checks: Executor,
+        at_once: int,
     ) -> None:
         self._nixl = nixl
+        self._turns = asyncio.Semaphore(at_once)
         self._agents, self._mappings = AgentAhead(make_agent, pushes), Mappings()
         self.stall_timeout_s = stall_timeout_s
         self._pushes, self._checks = pushes, checks
         self.abandoned = 0
+        self._endings: set[asyncio.Future[None]] = set()
 
     def prepare(self) -> None:
         """So that the first push need not wait for what the next ones find."""
@@ -119,11 +125,19 @@ class Receiver:
 
         Raises ReceiveFailed, HolderError (the holder's own words), NixlError, OSError.
         """
+        async with self._turns:  # nobody writes before there is a thread that looks for it
+            await self._receive(version, parts, ask, checked)
+
+    async def _receive(
+        self,
+        version: Version,
+        parts: Sequence[Piece],
+        ask: Callable[[Offer], Awaitable[None]],
+        checked: Callable[[Piece], None],
+    ) -> None:
         file, ranges = version.file, [p.range for p in parts]
         loop = asyncio.get_running_loop()
-        landing = await loop.run_in_executor(
-            self._pushes, Landing, self._agents, self._mappings, file.path, file.nbytes, ranges
-        )
+        landing = await self._landing(file.path, file.nbytes, ranges)
         news: asyncio.Queue[Range | asyncio.Future[None]] = asyncio.Queue()
 
         def arrived(piece: Range) -> None:
@@ -142,8 +156,33 @@ class Receiver:
             raise
         finally:
             asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-            await self._end(landing, watching, is_over)
+            if not is_over:
+                self.abandoned += 1
+                landing.detach()
+            # Also when this is cancelled once more meanwhile.
+            ending = asyncio.ensure_future(self._end(landing, watching, asked, is_over))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+            await asyncio.shield(ending)
+
+    async def _landing(self, path: Path, nbytes: int, ranges: list[Range]) -> Landing:
+        """Raises NixlError, OSError."""
+        making = asyncio.get_running_loop().run_in_executor(
+            self._pushes, Landing, self._agents, self._mappings, path, nbytes, ranges
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._close_unused)
+            raise
+
+    def _close_unused(self, making: asyncio.Future[Landing]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            self._close(making.result())
+
+    def _close(self, landing: Landing) -> None:
+        """Nobody need wait for it."""
+        self._pushes.submit(landing.close).add_done_callback(_tell)
 
     async def _collect(
         self,
@@ -197,15 +236,23 @@ class Receiver:
             )
         checked(piece)
 
-    async def _end(self, landing: Landing, watching: asyncio.Future[None], is_over: bool) -> None:
-        loop = asyncio.get_running_loop()
-        if not is_over:
-            self.abandoned += 1
-            landing.detach()
+    async def _end(
+        self,
+        landing: Landing,
+        watching: asyncio.Future[None],
+        asked: asyncio.Future[None],
+        is_over: bool,
+    ) -> None:
         landing.stop_watching()
+        await asyncio.gather(asked, return_exceptions=True)
         with contextlib.suppress(NixlError):  # it was raised already, if it was in time
             await watching
         if is_over:
-            self._pushes.submit(landing.close)  # nobody need wait for it
+            self._close(landing)
         else:
-            await loop.run_in_executor(self._pushes, landing.abandon)
+            await asyncio.get_running_loop().run_in_executor(self._pushes, landing.abandon)
+
+
+def _tell(closing: Future[None]) -> None:
+    if (error := closing.exception()) is not None:
+        logger.warning("the memory of a push that is over is not free: %r", error)

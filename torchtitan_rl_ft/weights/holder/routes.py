@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import math
 import os
 from concurrent.futures import Executor
 from pathlib import Path
@@ -106,7 +107,7 @@ class Routes:
             _field(body, "nbytes", int),
             None if manifest_digest is None else str(manifest_digest),
         )
-        timeout_s = float(_field(body, "timeout_s", (int, float)))
+        timeout_s = _seconds(body, "timeout_s")
         try:
             version = await self._fetches.fetch(wish, timeout_s)
         except NoMemory as e:
@@ -137,8 +138,7 @@ class Routes:
         except (ValueError, KeyError, TypeError) as e:
             raise RequestError(400, f"not memory to push into: {type(e).__name__}: {e}") from e
         parts = self._parts_for(body, version, offer)
-        stall_timeout_s = float(_field(body, "stall_timeout_s", (int, float)))
-        stall_timeout_s = min(stall_timeout_s, MAX_STALL_S)
+        stall_timeout_s = min(_seconds(body, "stall_timeout_s"), MAX_STALL_S)
         with self._shelf.using(version.key):
             try:
                 await asyncio.get_running_loop().run_in_executor(
@@ -246,6 +246,14 @@ def _field(body: dict[str, Any], name: str, kind: Any) -> Any:
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RequestError(400, f"{name}: {value!r}")
+    return value
+
+
+def _seconds(body: dict[str, Any], name: str) -> float:
+    """Raises RequestError: a limit that never ends is none."""
+    value = float(_field(body, name, (int, float)))
+    if not (0 < value < math.inf):
+        raise RequestError(400, f"{name} is {value}: a number of seconds above 0")
     return value
 
 

@@ -98,17 +98,21 @@ class Shelf:
         if key in self._versions:
             return
         version = self._reserved.get(key)
+        given_up = f"{file} was not reserved for {key}, or was given up since"
         if version is None or version.file.path != file:
-            raise NotReserved(f"{file} was not reserved for {key}, or was given up since")
+            raise NotReserved(given_up)
         cuts = cut(version.image, [(0, len(version.image.header)), *ranges], self._piece_bytes)
-        hashes = await asyncio.gather(*(self._digest(version, c) for c in cuts))
-        pieces = [Piece(*c, h) for c, h in zip(cuts, hashes, strict=True)]
-        if assets is not None:
-            _copy_assets(assets, version.folder)
-        version.pieces = pieces
-        note_pieces(version.folder, pieces)
-        if self._reserved.pop(key, None) is version:
-            self._versions[key] = version
+        with self.using(key):
+            hashes = await asyncio.gather(*(self._digest(version, c) for c in cuts))
+            if self._versions.get(key) is version:  # the same offer came twice
+                return
+            if self._reserved.get(key) is not version:
+                raise NotReserved(given_up)
+            if assets is not None:
+                _copy_assets(assets, version.folder)
+            version.pieces = [Piece(*c, h) for c, h in zip(cuts, hashes, strict=True)]
+            note_pieces(version.folder, version.pieces)
+            self._versions[key] = self._reserved.pop(key)
 
     # A relay's -----------------------------------------------------------------------------
 
@@ -201,7 +205,8 @@ class Shelf:
             if version.key in self._in_use:
                 continue
             self._pusher.forget(version.file.address)
-            version.file.close()
+            if not version.file.close():
+                continue
             self._leaving.remove(version)
             self._files.release(version.folder)
 

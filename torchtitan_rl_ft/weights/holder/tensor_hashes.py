@@ -39,6 +39,11 @@ class TensorHashes:
             self._checks, self._version.file.sha256, span.start, span.end
         )
 
+    def stop(self) -> None:
+        """Hash no more than is being hashed now."""
+        for hashing in self._hashes.values():
+            hashing.cancel()
+
     async def manifest(self) -> Manifest:
         """Once all pieces have come."""
         entries = {

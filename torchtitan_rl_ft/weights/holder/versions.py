@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import mmap
 import os
+import threading
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from torchtitan_rl_ft.weights.tensor_files import MAX_HEADER_BYTES
 
 
 class HeldFile:
-    """The file of an image, mapped for as long as it is held. Raises OSError."""
+    """The file of an image, mapped for as long as it is held. Bytes can be read in any thread.
+    Raises OSError."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path, self.nbytes = path, nbytes
@@ -31,18 +34,40 @@ class HeldFile:
             os.close(fd)
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._readers = 0
+        self._state = threading.Lock()
 
     def sha256(self, start: int, end: int) -> str:
         """Of bytes [start, end), without a copy; other threads go on meanwhile."""
-        return hashlib.sha256(self.view[start:end]).hexdigest()
+        with self._read(start, end) as raw:
+            return hashlib.sha256(raw).hexdigest()
 
     def digest(self, start: int, end: int) -> str:
         """As `sha256`: what a piece of these bytes has."""
-        return piece_digest(self.view[start:end])
+        with self._read(start, end) as raw:
+            return piece_digest(raw)
 
-    def close(self) -> None:
-        self.view.release()
-        self._map.close()
+    @contextlib.contextmanager
+    def _read(self, start: int, end: int) -> Iterator[memoryview]:
+        """Raises ValueError after `close`."""
+        with self._state:
+            raw = self.view[start:end]
+            self._readers += 1
+        try:
+            with raw:
+                yield raw
+        finally:
+            with self._state:
+                self._readers -= 1
+
+    def close(self) -> bool:
+        """False: it is being read, and stays open."""
+        with self._state:
+            if self._readers:
+                return False
+            self.view.release()
+            self._map.close()
+            return True
 
 
 class Version:
