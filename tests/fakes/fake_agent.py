@@ -59,5 +59,8 @@ class FakeAgent:
         self.open_handles.discard(handle[0])
         return True
 
+    def drain(self) -> None:
+        pass
+
     def drop(self) -> None:
         self.dropped = True

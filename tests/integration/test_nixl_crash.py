@@ -135,6 +135,17 @@ async def test_a_receiver_that_dies_costs_its_holder_one_push(tmp_path, tls):
 
 
 @OVER
+def test_a_receiver_that_dies_between_two_pieces_does_not_end_its_holder(tmp_path, tls):
+    """UCX has connections to end then, before its agent may be dropped."""
+    cycles = 3 if tls == "" else 2
+    command = [sys.executable, "-m", "fakes.nixl_pusher", str(tmp_path / "file"), str(cycles), tls]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.split() == ["failed", "done"] * cycles, ended.stderr[-2000:]
+
+
+@OVER
 async def test_a_frozen_receiver_holds_nobody_up_and_goes_on_later(tmp_path, tls):
     policy = Policy.make(MIB)
     async with holder_site(tmp_path) as site:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -162,3 +163,40 @@ def test_names_that_are_no_folders_are_refused(tmp_path, name):
 def test_settings_travel_as_json(tmp_path):
     given = settings(tmp_path)
     assert HolderSettings.from_json(given.to_json()) == given
+
+
+def test_what_a_kill_left_unfinished_is_removed_by_the_next_life(tmp_path, files):
+    left = files.folder / ".unfinished-step-7-abc"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(bytes(SIZE))
+    os.close(files._lock)
+    HolderFiles(settings(tmp_path)).open()
+    assert not left.exists()
+
+
+def test_a_take_that_is_cut_off_leaves_what_the_next_life_removes(files, monkeypatch):
+    """Only its name counts: a kill runs no clean-up."""
+    seen = []
+    monkeypatch.setattr("os.posix_fallocate", lambda *args: seen.extend(files.folder.iterdir()))
+    files.take(Key(1, "abc"), SIZE, ALL)
+    assert any(path.name.startswith(".unfinished-") for path in seen)
+
+
+def test_a_folder_that_another_holder_removes_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    """It was a dead predecessor's, and is removed between this one's steps."""
+    opened = os.open
+    removals = iter([True, True])
+
+    def open_late(path, *args, **kwargs):
+        lock = opened(path, *args, **kwargs)
+        if str(path).endswith("lock") and next(removals, False):
+            shutil.rmtree(os.path.dirname(path))
+        return lock
+
+    monkeypatch.setattr("os.open", open_late)
+    files = HolderFiles(settings(tmp_path))
+    files.open()
+    assert (files.folder / "owner.json").exists()
+    monkeypatch.undo()
+    with pytest.raises(HolderRuns):
+        HolderFiles(settings(tmp_path)).open(timeout_s=0.2)

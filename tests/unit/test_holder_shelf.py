@@ -148,6 +148,15 @@ async def test_a_version_in_use_keeps_its_memory_until_it_is_not(make):
     assert len(list(first.folder.parent.glob("*/model.safetensors"))) == 3
 
 
+async def test_a_version_that_is_offered_again_is_the_newest_again(make):
+    """Its trainers went back to it: what they had made of it is of no use any more."""
+    shelf = make("source")
+    for step in (1, 2, 1):
+        await offer(shelf, Key(step, "t"))
+    await shelf.reserve(Key(2, "other"), IMAGE)
+    assert [v.key for v in shelf.held] == [Key(1, "t")]
+
+
 async def test_an_offer_whose_file_was_given_up_meanwhile_is_refused(make, checks):
     shelf, key, go_on = make("source"), Key(1, "t"), threading.Event()
     file = await shelf.reserve(key, IMAGE)

@@ -75,8 +75,11 @@ class Offers:
                 image = self._images.open(path, writer.plan.image.nbytes, writer.plan.ranges)
             except PROBLEMS as e:
                 problem = f"{type(e).__name__}: {e}"
+                logger.warning("%s is not offered: %s", key, problem)
         # Also without an image: others gather with us.
         non_finite = writer.write(tensors, image)
+        if non_finite is not None:
+            logger.warning("%s is not offered: %s holds NaN or infinity", key, non_finite)
         if image is not None and non_finite is None:
             self._hand_over(key, path, writer)
         return Offered(non_finite, problem)
@@ -92,10 +95,13 @@ class Offers:
             return None
         logger.warning("%s is not offered: %s", handing.key, problem)
         if handing.silent:
-            self._source.replace()
+            self._source.end()
         return problem
 
     def close(self) -> None:
+        self._source.end()
+        if self._handing is not None:  # at once: nobody answers any more
+            self._handing.wait()
         self._images.close()
         self._source.close()
 

@@ -117,8 +117,8 @@ class Source:
     def runs(self) -> bool:
         return self._child is not None and self._child.returncode is None
 
-    def replace(self) -> None:
-        """End it: it does not answer. The next `ensure` starts another one."""
+    def end(self) -> None:
+        """The next `ensure` starts another one."""
         if self._child is not None:
             self._child.end()
 
@@ -132,7 +132,7 @@ class Source:
         try:
             answer = self.post("/v1/reserve", body, deadline_s=limit_s)
         except RoleUnreachable:
-            self.replace()
+            self.end()
             raise
         self._answered = True
         return Path(answer["file"])
@@ -152,9 +152,8 @@ class Source:
 
     def close(self) -> None:
         """End it, and free its memory."""
-        if self._child is not None:
-            self._child.end()
-            self._child = None
+        self.end()
+        self._child = None
         self._rpc.close()
         shutil.rmtree(self.settings.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # there are other sources

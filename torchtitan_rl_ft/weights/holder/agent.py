@@ -14,6 +14,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from importlib import metadata
@@ -31,6 +32,9 @@ chooses between them, by way of torch.)"""
 BACKEND = "UCX"
 MEMORY = "DRAM"
 DONE, UNDER_WAY = "DONE", "PROC"
+
+DRAIN_S = 0.05
+"""Ten times what UCX needs to end its connections to a process that died."""
 
 _serial = itertools.count()
 
@@ -199,6 +203,16 @@ class Agent:
         """What has come from peers since the last call, in order. Also makes progress."""
         with _told("notifications"):
             return [note for notes in self._agent.get_new_notifs().values() for note in notes]
+
+    def drain(self) -> None:
+        """After a push that failed, before `drop`: have the library end its connections, for which
+        it needs calls. Of an agent whose peer died between two pieces UCX would end the process
+        (its assertion ucs_arbiter_group_is_empty), whenever that was tried."""
+        end_s = time.monotonic() + DRAIN_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(NixlError):  # it has failed already
+                self.notes()
+            time.sleep(DRAIN_S / 50)
 
     def drop(self) -> None:
         """End the agent: peers' transfers into what it registered come to nothing."""

@@ -32,6 +32,7 @@ SPARES = 1
 """Files that are kept for the next version; the others are removed."""
 
 _SPARE = "spare-"
+_UNFINISHED = ".unfinished-"
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 _BLOCK_BYTES = 512  # stat(2), st_blocks
 
@@ -59,18 +60,30 @@ class HolderFiles:
         """Make the folder this process's own; what other runs of this user left behind is removed.
         A predecessor may be dying. Raises HolderRuns, NotOwned."""
         _own(user_memory(self._settings.weights.memory_folder))
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(
-            self.folder / LOCK_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
         end_s = time.monotonic() + timeout_s
-        while not _locked(self._lock):
+        while (lock := self._taken()) is None:
             if time.monotonic() > end_s:
                 raise HolderRuns(f"{self.folder} belongs to another process")
             time.sleep(0.05)
+        self._lock = lock
+        for unfinished in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(unfinished)
         owner = json.dumps(asdict(self._settings.owner))
         (self.folder / OWNER_FILE).write_text(owner)
         remove_leftovers(self._settings.weights.memory_folder)
+
+    def _taken(self) -> int | None:
+        """The folder's lock; None when it is not to be had now, or when the folder, of a dead
+        predecessor, was removed by another holder before it was locked."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = self.folder / LOCK_FILE
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(FileNotFoundError):
+                if _locked(lock) and os.path.samestat(os.fstat(lock), os.stat(path)):
+                    return lock
+            os.close(lock)
+        return None
 
     # Versions ---------------------------------------------------------------------------
 
@@ -90,7 +103,7 @@ class HolderFiles:
         and have their memory now, so that no write ever meets a lack of it. A spare file is used
         where there is one. Raises NoMemory."""
         folder = self._folder_name(key)
-        temp = self.folder / f".{folder.name}"
+        temp = self.folder / f"{_UNFINISHED}{folder.name}"
         shutil.rmtree(temp, ignore_errors=True)
         spares = self._spares()
         try:

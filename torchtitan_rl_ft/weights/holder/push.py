@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Pusher:
         self.pushes = self.failed = self.pushed_bytes = 0
 
     def push(
-        self, memory: Memory, pieces: Sequence[Range], offer: Offer, stall_timeout_s: float
+        self, memory: Memory, pieces: Iterable[Range], offer: Offer, stall_timeout_s: float
     ) -> None:
         """Write `pieces`, in order, each within `stall_timeout_s`. Blocks.
 
@@ -79,13 +79,17 @@ class Pusher:
                 except NixlError:
                     self._drop_agent()  # the next one may do better
                     raise
+            problem = None  # what was raised refers to the agent, which is to end here
             try:
                 self._write_all(agent, memory, pieces, offer, stall_timeout_s)
             except (NixlError, PushFailed) as e:
+                problem = str(e)
+            del agent
+            if problem is not None:
                 self.failed += 1
                 with self._state:
                     self._drop_agent()
-                raise PushFailed(str(e)) from e
+                raise PushFailed(problem)
             self.pushes += 1
         finally:
             self._turn.release()
@@ -113,13 +117,14 @@ class Pusher:
         agent, self._agent = self._agent, None
         self._registered.clear()
         if agent is not None:
+            agent.drain()
             agent.drop()
 
     def _write_all(
         self,
         agent: Agent,
         memory: Memory,
-        pieces: Sequence[Range],
+        pieces: Iterable[Range],
         offer: Offer,
         stall_timeout_s: float,
     ) -> None:

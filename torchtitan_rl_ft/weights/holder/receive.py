@@ -75,6 +75,7 @@ class Landing:
     def abandon(self) -> None:
         """After `detach`, and the end of `watch`. The order matters: into inaccessible pages the
         agent itself would write (UCX copies small pieces that come by TCP) and end the process."""
+        self._agent.drain()
         self._agent.drop()
         self._mapping.quarantine()
         self._agents.prepare()

@@ -96,6 +96,7 @@ class Shelf:
         """`ranges` are written: hash and hold them. Again the same: nothing. Raises NotReserved,
         OSError."""
         if key in self._versions:
+            self._versions[key] = self._versions.pop(key)  # the newest again, after a rewind
             return
         version = self._reserved.get(key)
         given_up = f"{file} was not reserved for {key}, or was given up since"
