@@ -218,6 +218,8 @@ BROKEN = [
     ("--weights.ucx_tls=tcp;x", ["weights.ucx_tls = 'tcp;x'"]),
     ("--weights.memory_folder shm", ["weights.memory_folder = 'shm'", "absolute"]),
     ("--weights.host=", ["weights.host = ''"]),
+    ("--weights.host=0.0.0.0", ["weights.host = '0.0.0.0'", "reach it"]),
+    ("--weights.host=::1", ["weights.host = '::1'", "IPv4"]),
     ("--rollout.top_p 0", ["rollout.top_p"]),
     ("--rollout.top_k 0", ["rollout.top_k"]),
     # recovery

@@ -36,8 +36,11 @@ def transport(job: Job) -> Iterator[str]:
 def holders(job: Job) -> Iterator[str]:
     section = job.resolved.sections.weights
     yield from job.positive("weights", "holders", "piece_mb", "stall_timeout_s", "fetch_timeout_s")
-    if not section.host:
-        yield job.broken("holders need an address of this machine", "weights.host")
+    if not section.host or ":" in section.host or section.host == "0.0.0.0":
+        yield job.broken(
+            "holders need a name or an IPv4 address of this machine under which others reach it",
+            "weights.host",
+        )
     if not section.memory_folder.startswith("/"):
         yield job.broken("memory_folder is an absolute path", "weights.memory_folder")
     if not section.ucx_devices or not _NAMES.fullmatch(section.ucx_devices):
