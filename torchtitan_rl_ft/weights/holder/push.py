@@ -60,7 +60,7 @@ class Pusher:
         self._agent: Agent | None = None
         self._registered: dict[Memory, Any] = {}
         self._turn = threading.Lock()
-        self._state = threading.Lock()
+        self._state = threading.Lock()  # what takes long is done without it: `forget` may wait
         self.pushes = self.failed = self.pushed_bytes = 0
 
     def push(
@@ -73,12 +73,11 @@ class Pusher:
         if not self._turn.acquire(blocking=False):
             raise PushBusy("another push is under way")
         try:
-            with self._state:
-                try:
-                    agent = self._agent_for(memory)
-                except NixlError:
-                    self._drop_agent()  # the next one may do better
-                    raise
+            try:
+                agent = self._agent_for(memory)
+            except NixlError:
+                self._end_agent()  # the next one may do better
+                raise
             problem = None  # what was raised refers to the agent, which is to end here
             try:
                 self._write_all(agent, memory, pieces, offer, stall_timeout_s)
@@ -87,8 +86,7 @@ class Pusher:
             del agent
             if problem is not None:
                 self.failed += 1
-                with self._state:
-                    self._drop_agent()
+                self._end_agent()
                 raise PushFailed(problem)
             self.pushes += 1
         finally:
@@ -107,15 +105,18 @@ class Pusher:
         return {"done": self.pushes, "failed": self.failed, "bytes": self.pushed_bytes}
 
     def _agent_for(self, memory: Memory) -> Agent:
-        if self._agent is None:
-            self._agent = self._make_agent()
-        if memory not in self._registered:
-            self._registered[memory] = self._agent.register(memory.address, memory.ranges)
-        return self._agent
+        """Raises NixlError."""
+        agent = self._agent or self._make_agent()
+        with self._state:
+            self._agent = agent
+            if memory not in self._registered:
+                self._registered[memory] = agent.register(memory.address, memory.ranges)
+        return agent
 
-    def _drop_agent(self) -> None:
-        agent, self._agent = self._agent, None
-        self._registered.clear()
+    def _end_agent(self) -> None:
+        with self._state:
+            agent, self._agent = self._agent, None
+            self._registered.clear()
         if agent is not None:
             agent.drain()
             agent.drop()
