@@ -325,6 +325,33 @@ async def test_an_engine_is_not_kept_waiting_while_its_relay_gets_a_later_versio
         publishing.cancel()
 
 
+async def test_an_engine_whose_relay_is_slower_than_the_trainer_is_kept(
+    tmp_path: Path, model: Path
+) -> None:
+    """Each version is superseded before the relay has it."""
+    async with (
+        open_pool(tmp_path, model, weights={"holders": 2}, engines=2) as pool,
+        source(pool) as trainer,
+    ):
+        await ready(pool)
+        slow = (await until(pool, lambda all_: shown(all_, "relay-1")))["url"]
+        await ask(pool, slow, "/fault", {"fetch_status": 410})
+        for step in (1, 2, 3):
+            folder = policy(pool, step)
+            await trainer.offer(folder)
+            assert (await publish(pool, folder, wait="first"))[0] == 200
+            tried = f"version {step} not installed: step {step}"
+            await pool.until(lambda tried=tried: tried in reasons(pool, "engine-1"), LIMIT_S)
+        await ask(pool, slow, "/fault", {"fetch_status": 0})
+        await pool.until(lambda: serving(pool, 3) == 2, LIMIT_S)
+        assert not pool.seen("exit", subject="engine-1")
+        assert not pool.seen("fault", subject="engine-1")
+
+
+def reasons(pool: Pool, name: str) -> str:
+    return "\n".join(str(e) for e in pool.seen("transition", subject=name))
+
+
 async def test_all_relays_are_not_waited_for_when_one_cannot_get_the_version(
     tmp_path: Path, model: Path
 ) -> None:

@@ -29,6 +29,7 @@ from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
 from torchtitan_rl_ft.weights.transports.base import (
     Release,
+    ReleaseSuperseded,
     TransportFailed,
     WeightsLost,
 )
@@ -46,10 +47,6 @@ LONGEST_RETRY_S = 5.0
 
 REFUSED = frozenset({400, 422})
 """What a relay answers when the version is not what was announced: no other try helps."""
-
-
-class FetchSuperseded(TransportFailed):
-    """A newer version is there: this one is not worth a transfer any more."""
 
 
 class Start(Protocol):
@@ -194,7 +191,7 @@ class Relay:
     ) -> Fetched:
         """Have it hold a version, whole and checked, in whichever of its lives. Again: cheap.
 
-        Raises TransportFailed, FetchSuperseded, WeightsLost, WeightsInvalid.
+        Raises TransportFailed, ReleaseSuperseded, WeightsLost, WeightsInvalid.
         """
         end = self._site.clock() + deadline_s
         try:
@@ -249,9 +246,9 @@ class Relay:
         return min(lost_at, now + LOST_S)
 
     def _refused(self, wanted: Wanted, error: HolderError) -> None:
-        """Raises FetchSuperseded, WeightsInvalid."""
+        """Raises ReleaseSuperseded, WeightsInvalid."""
         if error.status == SUPERSEDED:
-            raise FetchSuperseded(f"{wanted.key} is superseded") from error
+            raise ReleaseSuperseded(f"{wanted.key} is superseded") from error
         self._fails(wanted, f"{self.name}: {error}")
         if error.status in REFUSED:
             self.invalid[wanted.key] = self.problem
@@ -290,7 +287,7 @@ class Relay:
             try:
                 await self.fetch(wanted, site.weights.fetch_timeout_s)
                 pause_s = RETRY_S
-            except FetchSuperseded:
+            except ReleaseSuperseded:
                 pause_s = RETRY_S
             except (TransportFailed, WeightsInvalid) as e:
                 if told != wanted.key:

@@ -17,12 +17,20 @@ from torchtitan_rl_ft.serving.states import EngineState
 from torchtitan_rl_ft.weights.installer import Installed, InstallFailed
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
 from torchtitan_rl_ft.weights.proof import Proof
-from torchtitan_rl_ft.weights.transports.base import TransportFailed, WeightsLost
+from torchtitan_rl_ft.weights.transports.base import (
+    ReleaseSuperseded,
+    TransportFailed,
+    WeightsLost,
+)
 
 INSTALL_TRIES = 2
 """Failures in a row that mean that the engine has to go."""
 
 INSTALL_RETRY_DELAY_S = 0.2
+
+SUPERSEDED_RECHECK_S = 2.0
+"""How long the target that supersedes a release is waited for before that is tried again. It is no
+failure of the engine: where trainers are faster than a relay, each target may be superseded."""
 
 DAMAGED_RECHECK_S = 30.0
 """How often a release that is damaged is looked at again, until there is another."""
@@ -86,6 +94,11 @@ async def _prove_or_install(engine: Engine, target: Target, shared: Shared) -> N
         digest_before, engine.digest = engine.digest, None
         work = installer.install(engine.client, release, proof, digest_before)
         if (problem := await _attempt(engine, target, shared, work)) is None:
+            return
+        if isinstance(problem, ReleaseSuperseded):  # the newer one is about to be the target
+            await shared.changes.wait_until(
+                lambda: shared.target_for(engine.plan) is not target, SUPERSEDED_RECHECK_S
+            )
             return
         engine.install_failures += 1
         reason = f"version {release.version} not installed: {problem}"

@@ -44,6 +44,10 @@ class TransportFailed(Exception):
     """The release could not be brought here in time; another try may succeed."""
 
 
+class ReleaseSuperseded(TransportFailed):
+    """A newer one is there: this one is not worth a transfer any more."""
+
+
 class WeightsLost(WeightsInvalid):
     """Nobody holds the release any more; it has to be published again."""
 
