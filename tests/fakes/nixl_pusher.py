@@ -1,6 +1,6 @@
 """A sending side whose receivers die between two pieces.
 
-    python -m fakes.nixl_pusher FILE CYCLES TLS
+    python -m fakes.nixl_pusher FILE CYCLES TLS LANES
 
 Each cycle pushes to a receiver that is killed half-way, then to one that lives, and prints how each
 push ended.
@@ -40,13 +40,13 @@ def pieces(dying: subprocess.Popen[bytes] | None) -> Iterator[tuple[int, int]]:
         yield i * PIECE, (i + 1) * PIECE
 
 
-def main(path: str, cycles: int, tls: str) -> None:
+def main(path: str, cycles: int, tls: str, lanes: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     nixl = load(WeightsSection(ucx_tls=tls))
     held = mmap.mmap(-1, NBYTES)
     memory = Memory(ctypes.addressof(ctypes.c_char.from_buffer(held)), ((0, NBYTES),))
-    pusher = Pusher(lambda: Agent(nixl, "pusher"))
+    pusher = Pusher(lambda: Agent(nixl, "pusher"), lane_bytes=NBYTES // lanes)
     for dies in (True, False) * cycles:
         process, offer = receiver(path, tls)
         try:
@@ -62,5 +62,5 @@ def main(path: str, cycles: int, tls: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
     os._exit(0)

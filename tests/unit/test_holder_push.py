@@ -1,6 +1,7 @@
 """The sending side: what it leaves behind, however a push ends."""
 
 import threading
+import time
 
 import pytest
 from fakes.fake_agent import FakeAgent
@@ -119,3 +120,52 @@ def test_one_push_at_a_time():
     thread.join(10.0)
     pusher.push(MEMORY, PIECES, OFFER, 1.0)
     assert pusher.counts()["done"] == 2
+
+
+class Lanes:
+    """A push with two agents, which come in the order given."""
+
+    def __init__(self, *agents: FakeAgent) -> None:
+        self.agents, self.now_s = list(agents), 0.0
+        left = iter(agents)
+        self.pusher = Pusher(lambda: next(left), lambda: self.now_s, self._sleep, lane_bytes=50)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_s += 0.1
+        time.sleep(0.001)
+
+
+def test_a_large_push_is_shared_by_two_agents():
+    one, two = FakeAgent(), FakeAgent()
+    one.polls_needed = two.polls_needed = 5
+    bench = Lanes(one, two)
+    for memory in (MEMORY, Memory(9_000, ((0, 100),))):
+        bench.pusher.push(memory, PIECES, OFFER, 1000.0)
+    notes = sorted(range_of(note) for agent in (one, two) for *_, note in agent.written)
+    assert notes == sorted(2 * PIECES)
+    assert not (one.open_handles or two.open_handles or one.peers or two.peers)
+    assert bench.pusher.counts() == {"done": 2, "failed": 0, "bytes": 200}
+    bench.pusher.forget(500)
+    assert [len(agent.registered) for agent in (one, two)] == [1, 1]
+
+
+def test_out_of_little_memory_there_is_one_lane():
+    bench = Lanes(FakeAgent())
+    bench.pusher.push(Memory(500, ((0, 90),)), [(0, 40), (40, 90)], OFFER, 1.0)
+    assert len(bench.agents[0].written) == 2
+
+
+@pytest.mark.parametrize("how", ["fails_at", "hangs_at"])
+def test_the_failure_of_one_lane_ends_both_and_both_agents(how):
+    one, two, *new = (FakeAgent() for _ in range(4))
+    setattr(one, how, 1)
+    two.polls_needed = 1_000_000
+    bench = Lanes(one, two, *new)
+    with pytest.raises(PushFailed, match="DISCONNECT" if how == "fails_at" else "no piece for 1 s"):
+        bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    for agent in (one, two):
+        assert agent.dropped and not agent.open_handles and not agent.peers
+        assert len(agent.written) <= 1
+    assert bench.pusher.counts() == {"done": 0, "failed": 1, "bytes": 0}
+    bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert sum(len(agent.written) for agent in new) == len(PIECES)

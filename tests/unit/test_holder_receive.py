@@ -11,7 +11,7 @@ import pytest
 from fakes.fake_agent import FakeAgent
 
 from torchtitan_rl_ft.weights.holder.client import HolderError
-from torchtitan_rl_ft.weights.holder.mapping import KEPT
+from torchtitan_rl_ft.weights.holder.mapping import KEPT, Mappings
 from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.holder.receive import Receiver
 from torchtitan_rl_ft.weights.holder.settings import Key
@@ -33,7 +33,7 @@ class Bench:
         self.agent_may_be_dropped.set()
         file = tmp_path / "model.safetensors"
         file.write_bytes(bytes(IMAGE.nbytes))
-        self.version = Version(Key(1, "t"), tmp_path, IMAGE)
+        self.version = Version(Key(1, "t"), tmp_path, IMAGE, Mappings())
         self.receiver = Receiver(self._make, "nixl", LIMIT_S, pool, pool, at_once=2)
         self.checked: list[Piece] = []
         self.asked = asyncio.Event()

@@ -186,7 +186,9 @@ class Fetch:
             logger.warning("%s from %s", self._wish.key, cause)
             self._failures.append(cause)
         finally:
-            await asyncio.shield(self._return(self._give_back(lease, cause)))
+            returning = self._return(self._give_back(lease, cause))
+            if cause is not None:  # else the same holder would be asked again at once
+                await asyncio.shield(returning)
         return []
 
     async def _give_back(self, lease: Lease, cause: str | None) -> None:

@@ -35,8 +35,8 @@ KEPT = 4
 
 
 class Mapping:
-    """A file, mapped shared and writable at `address`. Nothing in this process may look at it
-    through this mapping: it can go away. Raises OSError."""
+    """A file, mapped shared and writable at `address`. Where a peer writes into it, nothing in this
+    process may look at the file through this mapping: it can go away. Raises OSError."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError
 from torchtitan_rl_ft.weights.holder.client import Offer
-from torchtitan_rl_ft.weights.pieces import Range
+from torchtitan_rl_ft.weights.pieces import Range, total
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.0001
+LANES = 2
+LANE_BYTES = 4 << 20
 
 
 class PushBusy(Exception):
@@ -45,20 +48,41 @@ def range_of(note: bytes) -> Range:
     return int(start), int(end)
 
 
+class _Lane:
+    """An agent, and what is registered with it. Raises NixlError."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._registered: dict[Memory, Any] = {}
+
+    def register(self, memory: Memory) -> None:
+        if memory not in self._registered:
+            self._registered[memory] = self.agent.register(memory.address, memory.ranges)
+
+    def forget(self, address: int) -> None:
+        for memory in [m for m in self._registered if m.address == address]:
+            self.agent.deregister(self._registered.pop(memory))
+
+
 class Pusher:
     """Pushes of one process, one at a time. Memory is registered with the first push out of it and
     stays so: it must not change until it is forgotten. An agent that has seen a push fail is not
-    used again: the transfer may not be over."""
+    used again: the transfer may not be over.
+
+    Out of much memory a push has several lanes, each a thread with an agent: UCX moves the bytes of
+    an agent in the thread that waits for them, and where it copies between processes the pages, of
+    4 KiB each, take longer than their bytes. `lane_bytes`: a lane for so many, up to `LANES`."""
 
     def __init__(
         self,
         make_agent: Callable[[], Agent],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        lane_bytes: int = LANE_BYTES,
     ) -> None:
         self._make_agent, self._clock, self._sleep = make_agent, clock, sleep
-        self._agent: Agent | None = None
-        self._registered: dict[Memory, Any] = {}
+        self._lane_bytes = lane_bytes
+        self._lanes: list[_Lane] = []
         self._turn = threading.Lock()
         self._state = threading.Lock()  # what takes long is done without it: `forget` may wait
         self.pushes = self.failed = self.pushed_bytes = 0
@@ -66,7 +90,7 @@ class Pusher:
     def push(
         self, memory: Memory, pieces: Iterable[Range], offer: Offer, stall_timeout_s: float
     ) -> None:
-        """Write `pieces`, in order, each within `stall_timeout_s`. Blocks.
+        """Write `pieces`, each within `stall_timeout_s`; one lane writes them in order. Blocks.
 
         Raises PushBusy, PushFailed, NixlError (of this side: nothing was written).
         """
@@ -74,20 +98,19 @@ class Pusher:
             raise PushBusy("another push is under way")
         try:
             try:
-                agent = self._agent_for(memory)
+                agents = self._agents_for(memory)
             except NixlError:
-                self._end_agent()  # the next one may do better
+                self._end_lanes()  # the next one may do better
                 raise
-            problem = None  # what was raised refers to the agent, which is to end here
+            push = _Push(memory, pieces, offer, stall_timeout_s, self._clock, self._sleep)
             try:
-                self._write_all(agent, memory, pieces, offer, stall_timeout_s)
-            except (NixlError, PushFailed) as e:
-                problem = str(e)
-            del agent
-            if problem is not None:
+                push.run(agents)
+            except PushFailed:
                 self.failed += 1
-                self._end_agent()
-                raise PushFailed(problem)
+                self._end_lanes()
+                raise
+            finally:
+                self.pushed_bytes += total(push.written)
             self.pushes += 1
         finally:
             self._turn.release()
@@ -96,69 +119,94 @@ class Pusher:
         """Before the memory at `address`, from which nothing is pushed now, is changed or
         unmapped. Raises NixlError."""
         with self._state:
-            for memory in [m for m in self._registered if m.address == address]:
-                registered = self._registered.pop(memory)
-                if self._agent is not None:
-                    self._agent.deregister(registered)
+            for lane in self._lanes:
+                lane.forget(address)
 
     def counts(self) -> dict[str, int]:
         return {"done": self.pushes, "failed": self.failed, "bytes": self.pushed_bytes}
 
-    def _agent_for(self, memory: Memory) -> Agent:
+    def _agents_for(self, memory: Memory) -> list[Agent]:
         """Raises NixlError."""
-        agent = self._agent or self._make_agent()
+        count = max(1, min(LANES, total(memory.ranges) // self._lane_bytes))
+        new = [_Lane(self._make_agent()) for _ in range(len(self._lanes), count)]
         with self._state:
-            self._agent = agent
-            if memory not in self._registered:
-                self._registered[memory] = agent.register(memory.address, memory.ranges)
-        return agent
+            self._lanes += new
+            for lane in self._lanes[:count]:
+                lane.register(memory)
+        return [lane.agent for lane in self._lanes[:count]]
 
-    def _end_agent(self) -> None:
+    def _end_lanes(self) -> None:
         with self._state:
-            agent, self._agent = self._agent, None
-            self._registered.clear()
-        if agent is not None:
-            agent.drain()
-            agent.drop()
+            lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.agent.drain()
+            lane.agent.drop()
 
-    def _write_all(
+
+class _Push:
+    """One push, by as many lanes as there are agents."""
+
+    def __init__(
         self,
-        agent: Agent,
         memory: Memory,
         pieces: Iterable[Range],
         offer: Offer,
         stall_timeout_s: float,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
     ) -> None:
-        """Raises NixlError, PushFailed."""
-        peer = agent.add_peer(offer.agent)
-        try:
-            for piece in pieces:
-                self._write(agent, memory, piece, offer, peer, stall_timeout_s)
-        finally:
-            agent.remove_peer(peer)
+        self._memory, self._offer, self._stall_timeout_s = memory, offer, stall_timeout_s
+        self._clock, self._sleep = clock, sleep
+        self._left = iter(pieces)
+        self._taking, self._is_over = threading.Lock(), threading.Event()
+        self._failures: list[str] = []  # exceptions would keep the agents
+        self.written: list[Range] = []
 
-    def _write(
-        self,
-        agent: Agent,
-        memory: Memory,
-        piece: Range,
-        offer: Offer,
-        peer: str,
-        stall_timeout_s: float,
-    ) -> None:
+    def run(self, agents: Sequence[Agent]) -> None:
+        """Returns when all lanes have ended. Raises PushFailed."""
+        if len(agents) == 1:
+            self._lane(agents[0])
+        else:
+            with ThreadPoolExecutor(len(agents), thread_name_prefix="lane") as threads:
+                lanes = [threads.submit(self._lane, agent) for agent in agents]
+            for lane in lanes:
+                lane.result()
+        if self._failures:
+            raise PushFailed(self._failures[0])
+
+    def _lane(self, agent: Agent) -> None:
+        """Write what is left, piece by piece. The first failure ends all lanes."""
+        try:
+            peer = agent.add_peer(self._offer.agent)
+            try:
+                while (piece := self._next()) is not None:
+                    self._write(agent, piece, peer)
+            finally:
+                agent.remove_peer(peer)
+        except (NixlError, PushFailed) as e:
+            self._failures.append(str(e))
+            self._is_over.set()
+
+    def _next(self) -> Range | None:
+        with self._taking:
+            return None if self._is_over.is_set() else next(self._left, None)
+
+    def _write(self, agent: Agent, piece: Range, peer: str) -> None:
         """Raises NixlError, PushFailed."""
         start, end = piece
-        limit_s = self._clock() + stall_timeout_s
-        handle = agent.write(
-            memory.address + start, offer.address + start, end - start, peer, note_of(piece)
-        )
+        limit_s = self._clock() + self._stall_timeout_s
+        local, remote = self._memory.address + start, self._offer.address + start
+        handle = agent.write(local, remote, end - start, peer, note_of(piece))
         try:
             while not agent.is_done(handle):
+                if self._is_over.is_set():
+                    return
                 if self._clock() > limit_s:
                     raise PushFailed(
-                        f"the receiver took no piece for {stall_timeout_s:g} s ([{start}, {end}))"
+                        f"the receiver took no piece for {self._stall_timeout_s:g} s "
+                        f"([{start}, {end}))"
                     )
                 self._sleep(POLL_S)
         finally:
             agent.release(handle)
-        self.pushed_bytes += end - start
+        self.written.append(piece)

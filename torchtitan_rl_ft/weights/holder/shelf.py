@@ -17,6 +17,7 @@ from torchtitan_rl_ft.weights.holder.files import (
     note_pieces,
     noted_pieces,
 )
+from torchtitan_rl_ft.weights.holder.mapping import Mappings
 from torchtitan_rl_ft.weights.holder.push import Pusher
 from torchtitan_rl_ft.weights.holder.settings import Key, Kind
 from torchtitan_rl_ft.weights.holder.versions import Version, read_image, write_header
@@ -42,6 +43,7 @@ class Shelf:
     ) -> None:
         self._kind, self._files, self._pusher = kind, files, pusher
         self._checks, self._piece_bytes = checks, piece_bytes
+        self._mappings = Mappings()
         self._versions: dict[Key, Version] = {}
         self._reserved: dict[Key, Version] = {}  # ranks are writing
         self._leaving: list[Version] = []  # still in use
@@ -170,7 +172,7 @@ class Shelf:
         """Take up what an earlier life of this holder left, as far as its bytes are right."""
         for key, folder in self._files.found().items():
             try:
-                version = Version(key, folder, read_image(folder / WEIGHTS_FILE))
+                version = Version(key, folder, read_image(folder / WEIGHTS_FILE), self._mappings)
             except (ImageInvalid, ValueError, OSError) as e:
                 logger.warning("%s is of no use: %s", folder, e)
                 shutil.rmtree(folder)
@@ -192,7 +194,7 @@ class Shelf:
         def make() -> Version:
             folder = self._files.take(key, image.nbytes, ranges)
             write_header(folder / WEIGHTS_FILE, image)
-            return Version(key, folder, image)
+            return Version(key, folder, image, self._mappings)
 
         return await asyncio.get_running_loop().run_in_executor(self._checks, make)
 

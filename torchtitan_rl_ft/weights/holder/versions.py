@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import mmap
-import os
 import threading
 from bisect import insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.weights.holder.mapping import Mappings
 from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.holder.push import Memory
 from torchtitan_rl_ft.weights.holder.settings import Key
@@ -25,15 +24,12 @@ class HeldFile:
     """The file of an image, mapped for as long as it is held. Bytes can be read in any thread.
     Raises OSError."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, mappings: Mappings) -> None:
         self.path, self.nbytes = path, nbytes
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
-        self.view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._mappings = mappings
+        self._mapping = mappings.take(path, nbytes)
+        self.address = self._mapping.address
+        self.view = memoryview((ctypes.c_ubyte * nbytes).from_address(self.address)).cast("B")
         self._readers = 0
         self._state = threading.Lock()
 
@@ -66,7 +62,7 @@ class HeldFile:
             if self._readers:
                 return False
             self.view.release()
-            self._map.close()
+            self._mappings.keep(self._mapping)
             return True
 
 
@@ -74,10 +70,10 @@ class Version:
     """A version in a folder of its own. `pieces` are those whose bytes were compared with their
     digest, or, in a source, whose digest was made of them."""
 
-    def __init__(self, key: Key, folder: Path, image: Image, pieces: Iterable[Piece] = ()) -> None:
+    def __init__(self, key: Key, folder: Path, image: Image, mappings: Mappings) -> None:
         self.key, self.folder, self.image = key, folder, image
-        self.file = HeldFile(folder / WEIGHTS_FILE, image.nbytes)
-        self.pieces = sorted(pieces)
+        self.file = HeldFile(folder / WEIGHTS_FILE, image.nbytes, mappings)
+        self.pieces: list[Piece] = []
         self.manifest_digest: str | None = None
         self.bytes_from: dict[str, int] = {}
         self.seconds = 0.0
