@@ -13,7 +13,7 @@ from fakes.fake_agent import FakeAgent
 from torchtitan_rl_ft.weights.holder.client import HolderError
 from torchtitan_rl_ft.weights.holder.mapping import KEPT, Mappings
 from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
-from torchtitan_rl_ft.weights.holder.receive import Receiver
+from torchtitan_rl_ft.weights.holder.receive import Receiver, WornOut
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.image import Image
@@ -34,7 +34,9 @@ class Bench:
         file = tmp_path / "model.safetensors"
         file.write_bytes(bytes(IMAGE.nbytes))
         self.version = Version(Key(1, "t"), tmp_path, IMAGE, Mappings())
-        self.receiver = Receiver(self._make, "nixl", LIMIT_S, pool, pool, at_once=2)
+        self.receiver = Receiver(
+            self._make, "nixl", LIMIT_S, pool, pool, at_once=2, addresses_lost=30 * IMAGE.nbytes
+        )
         self.checked: list[Piece] = []
         self.asked = asyncio.Event()
         self.at_once = self.most_at_once = 0
@@ -136,6 +138,17 @@ async def test_a_push_that_is_given_up_before_it_is_asked_for_leaves_nothing(ben
     assert process.num_fds() <= descriptors + KEPT
     assert bench.mapped() <= before + KEPT
     assert not bench.asked.is_set()
+
+
+async def test_a_receiver_that_has_lost_too_many_addresses_says_so(bench):
+    """Each push that is given up takes its own for good; a new process has them again."""
+    wearing = asyncio.create_task(bench.receiver.wear())
+    for n in range(31):
+        assert not wearing.done(), n
+        with pytest.raises(HolderError):
+            await bench.receive(bench.refuse)
+    with pytest.raises(WornOut, match="31 pushes were given up"):
+        await asyncio.wait_for(wearing, LIMIT_S)
 
 
 async def test_no_more_pushes_at_once_than_have_threads(bench):

@@ -38,7 +38,7 @@ RECEIVES_AT_ONCE = 24
 
 
 async def serve(settings: HolderSettings, token: str) -> None:
-    """Until SIGTERM or SIGINT. Raises NixlUnavailable, NixlError, HolderRuns, Replaced,
+    """Until SIGTERM or SIGINT. Raises NixlUnavailable, NixlError, HolderRuns, Replaced, WornOut,
     OSError."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -90,12 +90,12 @@ async def serve(settings: HolderSettings, token: str) -> None:
         await shelf.restore()
         launch.announce(settings, url)
         logger.info("%s %s answers at %s (%s)", settings.kind, settings.name, url, version)
-        reporting = asyncio.create_task(reporter.run(url))
-        stack.callback(reporting.cancel)
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([reporting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if reporting.done():
-            reporting.result()
+        ends = [asyncio.create_task(e) for e in (stop.wait(), reporter.run(url), receiver.wear())]
+        for task in ends:
+            stack.callback(task.cancel)
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
 
 def _find_serving(settings: HolderSettings) -> Callable[[], str | None]:

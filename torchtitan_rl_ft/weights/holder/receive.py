@@ -22,9 +22,17 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0002
 
+ADDRESSES_LOST = 1 << 46
+"""Bytes of addresses that pushes which were given up may take for good: half of what a process has
+on x86-64."""
+
 
 class ReceiveFailed(Exception):
     """A holder did not bring what it was asked for."""
+
+
+class WornOut(Exception):
+    """Too many pushes were given up: a new process has all its addresses again."""
 
 
 class Landing:
@@ -100,6 +108,7 @@ class Receiver:
         pushes: Executor,
         checks: Executor,
         at_once: int,
+        addresses_lost: int = ADDRESSES_LOST,
     ) -> None:
         self._nixl = nixl
         self._turns = asyncio.Semaphore(at_once)
@@ -107,11 +116,18 @@ class Receiver:
         self.stall_timeout_s = stall_timeout_s
         self._pushes, self._checks = pushes, checks
         self.abandoned = 0
+        self._addresses_left = addresses_lost
+        self._worn = asyncio.Event()
         self._endings: set[asyncio.Future[None]] = set()
 
     def prepare(self) -> None:
         """So that the first push need not wait for what the next ones find."""
         self._agents.prepare()
+
+    async def wear(self) -> None:
+        """For as long as it can be used. Raises WornOut."""
+        await self._worn.wait()
+        raise WornOut(f"{self.abandoned} pushes were given up, and took most of its addresses")
 
     async def receive(
         self,
@@ -160,6 +176,9 @@ class Receiver:
             if not is_over:
                 self.abandoned += 1
                 landing.detach()
+                self._addresses_left -= file.nbytes
+                if self._addresses_left < 0:
+                    self._worn.set()
             # Also when this is cancelled once more meanwhile.
             ending = asyncio.ensure_future(self._end(landing, watching, asked, is_over))
             self._endings.add(ending)
