@@ -1,17 +1,24 @@
 """How fast weights reach engines: holders over UCX against other ways, in one run.
 
     python benchmarks/weight_sync.py [--megabytes 64 256 512 1024 2048] [--receivers 1 2 4 8]
-        [--repeats 3] [--quick] [--verify] [--out FILE]
+        [--repeats 3] [--memory-folder /dev/shm] [--quick] [--verify] [--out FILE]
 
 One trainer rank offers a version to its source; 1 to 8 relays get it from there and from one
-another, and check every byte. Beside it, unchecked: a memcpy of one thread, a TCP socket, gloo's
-broadcast, a file on disk, torchft's HTTP transport. All on one host, so these are loopback figures:
-a network changes what is fastest. Seconds until the first receiver has all, and until all have;
-the trainer's stall for one publish, over holders and to disk. --quick: 64 MB, 1 and 2 receivers. A
-size is left out where memory is short; what is checked costs CPU, so with few cores many receivers
-are slower than the network makes them. The picture is beside FILE. Aims: one hop over holders at
-half the speed of memcpy (same-host copy), no slower than a socket (TCP), N receivers in at most
-1 + log2(N) times the time of one, a stall of at most half of that of disk.
+another, and check every byte. Beside it, unchecked: a memcpy of one thread, the bare library (one
+agent that writes to another), a TCP socket, gloo's broadcast, a file on disk, torchft's HTTP
+transport. All on one host, so these are loopback figures: a network changes what is fastest.
+Seconds until the first receiver has all, and until all have; the trainer's stall for one publish,
+over holders and to disk. --quick: 64 MB, 1 and 2 receivers. A size is left out where memory is
+short; what is checked costs CPU, so with few cores many receivers are slower than the network makes
+them. The picture is beside FILE.
+
+A hop is from relay to relay. The first relay also makes the manifest: a sha256 of every tensor, on
+all cores, which takes longer than the transfer. A copy between processes goes page by page: with a
+tmpfs of huge pages (`mount -t tmpfs -o huge=within_size`) as --memory-folder it is twice as fast.
+
+Aims: one hop at half the speed of memcpy (same-host copy) and of the bare library, no slower than a
+socket (TCP), N receivers in at most 1 + log2(N) times the time of one, a stall of at most half of
+that of disk.
 """
 
 from __future__ import annotations
@@ -34,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.report import Aim, finish  # noqa: E402
-from benchmarks.weight_paths import crew, holders, plot, references  # noqa: E402
+from benchmarks.weight_paths import bare, crew, holders, plot, references  # noqa: E402
 from benchmarks.weight_paths.crew import Sample  # noqa: E402
 from torchtitan_rl_ft.config.weights import WeightsSection  # noqa: E402
 from torchtitan_rl_ft.models.tiny import make_tiny_model  # noqa: E402
@@ -42,6 +49,8 @@ from torchtitan_rl_ft.weights.publisher import publish  # noqa: E402
 
 CMA, TCP = "holders", "holders, tcp"
 ALONE = "holders, relays give nothing"
+HOP, TCP_HOP = "relay to relay", "relay to relay, tcp"
+BARE, TCP_BARE = "bare library", "bare library, tcp"
 TENSOR_BYTES = 4 << 20
 HELD = 2
 """Versions that every holder has memory for."""
@@ -72,10 +81,10 @@ def other_ways(nbytes: int, receivers: int, folder: Path) -> dict[str, Callable[
     }
 
 
-def sites(folder: Path, nbytes: int) -> dict[str, holders.Site]:
+def sites(folder: Path, nbytes: int, memory_folder: str) -> dict[str, holders.Site]:
     """Ways over holders. One piece per 32 MB, as a job has it."""
-    usual, tensors = WeightsSection(), tensors_of(nbytes)
-    tcp = WeightsSection(ucx_tls="tcp")
+    usual, tensors = WeightsSection(memory_folder=memory_folder), tensors_of(nbytes)
+    tcp = WeightsSection(ucx_tls="tcp", memory_folder=memory_folder)
     return {
         CMA: holders.Site(folder, usual, tensors),
         TCP: holders.Site(folder, tcp, tensors),
@@ -102,8 +111,17 @@ def disk_stall_s(tensors: dict[str, torch.Tensor], folder: Path, repeats: int) -
     return statistics.median(took)
 
 
+def hops(made: dict[str, holders.Site], nbytes: int, repeats: int) -> dict[str, Sample]:
+    """From relay to relay, and the library alone."""
+    found = {}
+    for way, hop, alone in ((CMA, HOP, BARE), (TCP, TCP_HOP, TCP_BARE)):
+        found[hop] = crew.median(holders.measure_hops(made[way], repeats))
+        found[alone] = crew.median(bare.bare(nbytes, made[way].weights, repeats))
+    return found
+
+
 def measure(
-    megabytes: list[int], receivers: list[int], repeats: int
+    megabytes: list[int], receivers: list[int], repeats: int, memory_folder: str
 ) -> tuple[Rows, dict[str, float], list[str]]:
     """Medians, stalls in seconds (of the largest size), and what was left out."""
     rows: Rows = {}
@@ -112,6 +130,7 @@ def measure(
     for size in megabytes:
         nbytes = size << 20
         rows["memcpy", size, 1] = crew.median(references.memcpy(nbytes, repeats))
+        rows["sha256", size, 1] = crew.median(references.sha256(nbytes, repeats))
         for n in receivers:
             if not fits(nbytes, n):
                 left_out.append(f"{size} MB to {n} receivers: not enough memory")
@@ -121,7 +140,11 @@ def measure(
                 for name, make in other_ways(nbytes, n, folder).items():
                     rows[name, size, n] = crew.median(crew.measure(make(), n, repeats))
                     show(name, size, n, rows[name, size, n])
-                made = sites(folder, nbytes)
+                made = sites(folder, nbytes, memory_folder)
+                if n == receivers[0]:
+                    for name, sample in hops(made, nbytes, repeats).items():
+                        rows[name, size, 1] = sample
+                        show(name, size, 1, sample)
                 for name, site in made.items():
                     samples, offerings = holders.measure(site, n, repeats)
                     rows[name, size, n] = crew.median(samples)
@@ -146,15 +169,22 @@ def show(name: str, size: int, n: int, sample: Sample) -> None:
 
 
 def aims_of(rows: Rows, stalls: dict[str, float]) -> dict[str, Aim]:
-    sizes = [s for name, s, n in rows if (name, n) == (CMA, 1)]
     found = {"stall_to_disk": Aim(stalls["holders_s"] / stalls["disk_s"], 0.5)}
+    sizes = [s for name, s, n in rows if (name, n) == (CMA, 1)]
     if not sizes:
         return found
     size = max(sizes)
     one = {name: sample.all_s for (name, s, n), sample in rows.items() if (s, n) == (size, 1)}
-    found["hop_to_memcpy"] = Aim(one["memcpy"] / one[CMA], 0.5, at_most=False)
-    found["hop_to_socket"] = Aim(one["socket"] / one[CMA], 1.0, at_most=False)
-    found["tcp_hop_to_socket"] = Aim(one["socket"] / one[TCP], 1.0, at_most=False)
+
+    def speed(way: str, of: str, aim: float) -> Aim:
+        return Aim(one[of] / one[way], aim, at_most=False)
+
+    found["hop_to_memcpy"] = speed(HOP, "memcpy", 0.5)
+    found["hop_to_bare_library"] = speed(HOP, BARE, 0.5)
+    found["hop_to_socket"] = speed(HOP, "socket", 1.0)
+    found["tcp_hop_to_socket"] = speed(TCP_HOP, "socket", 1.0)
+    found["tcp_hop_to_bare_library"] = speed(TCP_HOP, TCP_BARE, 0.5)
+    found["first_hop_to_sha256"] = speed(CMA, "sha256", 1.0)
     most, of = max((n, s) for name, s, n in rows if name == CMA and s in sizes)
     if most > 1:
         growth = rows[CMA, of, most].all_s / rows[CMA, of, 1].all_s
@@ -184,6 +214,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256, 512, 1024, 2048])
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--memory-folder", default=WeightsSection().memory_folder)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -191,7 +222,7 @@ def main() -> int:
     sizes, receivers, repeats = args.megabytes, args.receivers, args.repeats
     if args.quick:
         sizes, receivers, repeats = sizes[:1], receivers[:2], min(repeats, 2)
-    rows, stalls, left_out = measure(sorted(sizes), sorted(receivers), repeats)
+    rows, stalls, left_out = measure(sorted(sizes), sorted(receivers), repeats, args.memory_folder)
     for line in left_out:
         print(f"left out: {line}")
     aims = aims_of(rows, stalls)

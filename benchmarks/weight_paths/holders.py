@@ -162,6 +162,15 @@ class Holders:
         await asyncio.gather(*(fetch(url) for url in urls))
         return Sample(min(done) - began, max(done) - began)
 
+    def hop(self) -> Sample:
+        """One version from the first relay, which has it from the source, to the second."""
+        urls = [self._url(settings) for settings, _ in self._relays[:2]]
+        self.offer()
+        for url in urls:
+            done = asyncio.run_coroutine_threadsafe(self._fetch_all([url]), self._directories.loop)
+            sample = done.result(LIMIT_S)
+        return sample
+
     def close(self) -> None:
         for _, child in self._relays:
             child.end()
@@ -177,6 +186,12 @@ def holders(site: Site, receivers: int) -> Iterator[Holders]:
         yield made
     finally:
         made.close()
+
+
+def measure_hops(site: Site, repeats: int) -> list[Sample]:
+    """As `measure`, from relay to relay: no manifest is made."""
+    with holders(site, 2) as made:
+        return [made.hop() for _ in range(repeats + 2)][2:]
 
 
 def measure(site: Site, receivers: int, repeats: int) -> tuple[list[Sample], list[Offering]]:

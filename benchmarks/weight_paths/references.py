@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import socket
@@ -30,6 +31,18 @@ def memcpy(nbytes: int, repeats: int) -> list[Sample]:
     for _ in range(repeats):
         began = time.monotonic()
         np.copyto(target, source)
+        took = time.monotonic() - began
+        samples.append(Sample(took, took))
+    return samples
+
+
+def sha256(nbytes: int, repeats: int) -> list[Sample]:
+    """One thread. The first relay makes it of every tensor, for the manifest."""
+    data = np.ones(nbytes, np.uint8)
+    samples = []
+    for _ in range(repeats):
+        began = time.monotonic()
+        hashlib.sha256(data).digest()
         took = time.monotonic() - began
         samples.append(Sample(took, took))
     return samples

@@ -449,7 +449,8 @@ WARM_UP = 3
 
 async def grown(holder: Holder, before: dict) -> dict:
     now = await holder.process()
-    assert now["descriptors"] <= before["descriptors"] + 4, (before, now)
+    # One agent, of 12 descriptors, is made ahead, and may have been on its way at either moment.
+    assert now["descriptors"] <= before["descriptors"] + 12 + 4, (before, now)
     assert now["threads"] <= before["threads"] + 4, (before, now)
     assert now["private_bytes"] <= before["private_bytes"] + GROWTH_BYTES, (before, now)
     return now

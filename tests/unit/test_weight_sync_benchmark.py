@@ -5,7 +5,7 @@ import pytest
 from benchmarks import weight_sync
 from benchmarks.weight_paths import plot
 from benchmarks.weight_paths.crew import Sample, median
-from benchmarks.weight_sync import CMA, TCP, aims_of, table
+from benchmarks.weight_sync import BARE, CMA, HOP, TCP, TCP_BARE, TCP_HOP, aims_of, table
 
 
 def sample(all_s):
@@ -22,8 +22,13 @@ ROWS = {
     (TCP, 64, 8): sample(0.3),
     ("memcpy", 2048, 1): sample(0.3),
     ("socket", 2048, 1): sample(1.0),
-    (CMA, 2048, 1): sample(0.5),
-    (TCP, 2048, 1): sample(0.8),
+    ("sha256", 2048, 1): sample(1.5),
+    (CMA, 2048, 1): sample(1.0),
+    (TCP, 2048, 1): sample(1.2),
+    (HOP, 2048, 1): sample(0.5),
+    (TCP_HOP, 2048, 1): sample(0.8),
+    (BARE, 2048, 1): sample(0.4),
+    (TCP_BARE, 2048, 1): sample(0.6),
 }
 STALLS = {"holders_s": 0.1, "disk_s": 1.0}
 
@@ -35,6 +40,9 @@ def test_aims_are_ratios_of_one_run():
         "hop_to_memcpy": 0.6,  # of the largest size
         "hop_to_socket": 2.0,
         "tcp_hop_to_socket": 1.25,
+        "hop_to_bare_library": 0.8,
+        "tcp_hop_to_bare_library": 0.75,
+        "first_hop_to_sha256": 1.5,
         "8_receivers_to_one": 3.0,  # of the largest size that went to so many
     }
     assert all(a.met for a in aims.values())
