@@ -502,6 +502,7 @@ async def test_every_route_needs_the_token_and_understands_what_it_takes(
 # Memory that serving's end leaves -----------------------------------------------------------------
 
 
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
 async def test_a_restarted_serving_goes_on_with_what_relays_had(
     tmp_path: Path, model: Path, start: Start
@@ -517,9 +518,11 @@ async def test_a_restarted_serving_goes_on_with_what_relays_had(
         kept = tmp_path / "kept"
         memory.rename(kept)
     kept.rename(memory)
-    async with open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool:
+    async with open_pool(
+        tmp_path, model, weights={}, start_holder=start, engines=1, engine_start_timeout_s=60.0
+    ) as pool:
         assert pool.service.version == 1, "it never falls back"
-        await pool.until(lambda: serving(pool, 1) == 1, LIMIT_S)
+        await pool.until(lambda: serving(pool, 1) == 1, 60.0)
         assert not pool.seen("publish")
 
 

@@ -169,3 +169,18 @@ def test_the_failure_of_one_lane_ends_both_and_both_agents(how):
     assert bench.pusher.counts() == {"done": 0, "failed": 1, "bytes": 0}
     bench.pusher.push(MEMORY, PIECES, OFFER, 1.0)
     assert sum(len(agent.written) for agent in new) == len(PIECES)
+
+
+def test_a_lane_that_cannot_be_made_ends_the_others():
+    made = [FakeAgent()]
+
+    def make():
+        if len(made) > 1:
+            raise NixlError("making a NIXL agent: NIXL_ERR_BACKEND")
+        made.append(made[0])
+        return made[0]
+
+    pusher = Pusher(make, lane_bytes=50)
+    with pytest.raises(NixlError, match="making a NIXL agent"):
+        pusher.push(MEMORY, PIECES, OFFER, 1.0)
+    assert made[0].dropped and not made[0].written

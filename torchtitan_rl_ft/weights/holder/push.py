@@ -128,9 +128,11 @@ class Pusher:
     def _agents_for(self, memory: Memory) -> list[Agent]:
         """Raises NixlError."""
         count = max(1, min(LANES, total(memory.ranges) // self._lane_bytes))
-        new = [_Lane(self._make_agent()) for _ in range(len(self._lanes), count)]
+        while len(self._lanes) < count:
+            lane = _Lane(self._make_agent())
+            with self._state:
+                self._lanes.append(lane)  # at once: who fails ends all of them
         with self._state:
-            self._lanes += new
             for lane in self._lanes[:count]:
                 lane.register(memory)
         return [lane.agent for lane in self._lanes[:count]]
