@@ -115,6 +115,12 @@ class AgentAhead:
             if self._ahead is None:
                 self._ahead = self._maker.submit(self._make)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next one is there."""
+        with self._lock:
+            return self._ahead is not None and self._ahead.done()
+
     def take(self) -> Agent:
         """Raises NixlError."""
         with self._lock:

@@ -124,6 +124,11 @@ class Receiver:
         """So that the first push need not wait for what the next ones find."""
         self._agents.prepare()
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the agent of the next push is there."""
+        return self._agents.is_ready
+
     async def wear(self) -> None:
         """For as long as it can be used. Raises WornOut."""
         await self._worn.wait()
