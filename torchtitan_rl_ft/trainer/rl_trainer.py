@@ -30,20 +30,17 @@ from torchtitan_rl_ft.config.recovery import RecoverySection
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.sections import RLSection, RolloutSection
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.journal.checkpoints import Marker
 from torchtitan_rl_ft.journal.client import LedgerClient, LiveBeats
 from torchtitan_rl_ft.journal.exits import REQUEUE
 from torchtitan_rl_ft.journal.protocol import CheckpointRef, State
-from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.platform import torchtitan_cpu
 from torchtitan_rl_ft.replica.group import ReplicaGroup
 from torchtitan_rl_ft.replica.live_state import LiveState
-from torchtitan_rl_ft.replica.shards import local_shard
 from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV
 from torchtitan_rl_ft.trainer import flight_record, watch
 from torchtitan_rl_ft.trainer.addresses import find_run, require_roles, role_url, set_lighthouse
-from torchtitan_rl_ft.trainer.attempt import Attempt, Parts, Placement, all_finite
+from torchtitan_rl_ft.trainer.attempt import Attempt, Parts, Placement
 from torchtitan_rl_ft.trainer.checkpoint import OPTIMIZER, RLCheckpointManager
 from torchtitan_rl_ft.trainer.exits import ASK_TIMEOUT_S, STARTED_AGAIN, SignalWatch
 from torchtitan_rl_ft.trainer.group_link import GroupLink
@@ -67,6 +64,7 @@ from torchtitan_rl_ft.trainer.publishing import (
 from torchtitan_rl_ft.trainer.random_state import RandomState, seed_all
 from torchtitan_rl_ft.trainer.reference import ReferencePolicy, build_reference, load_hf_weights
 from torchtitan_rl_ft.trainer.rows import MicroBatch
+from torchtitan_rl_ft.trainer.saving import Saving
 from torchtitan_rl_ft.trainer.sealed_batches import SealedBatchLoader
 from torchtitan_rl_ft.trainer.standby import BUILT, Place, await_place, waits
 from torchtitan_rl_ft.trainer.step_profiles import StepProfiles
@@ -202,14 +200,22 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def _bind_checkpoints(self) -> None:
         config = self.config
-        self._layout = group_layout(config, self.parallel_dims)
-        self._model_identity = model_identity(config)
         if not config.recovery.save_optimizer:
             self.checkpointer.leave_out(OPTIMIZER)
         if self._outer is not None and self._outer.has_state:
             self.checkpointer.add_part("outer_optimizer", self._outer)
+        saving = Saving(
+            stepper=self.stepper,
+            lineage=self.lineage,
+            link=self.link,
+            parameters=self._parameters(),
+            reseed=self.seed_step,
+            model=model_identity(config),
+            layout=group_layout(config, self.parallel_dims),
+            events=self.events,
+        )
         self.checkpointer.bind(
-            self,
+            saving,
             self.link,
             RandomState(self.link.rank, self.device),
             saves_last=not config.recovery.disable_last_saving,
@@ -464,52 +470,6 @@ class RLFaultTolerantTrainer(FaultTolerantTrainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.load_progress(json.loads(state_dict["progress"]))
-
-    # Saving (checkpoint.SaveDuty) -------------------------------------------------------
-
-    def may_save(self, step: int) -> bool:
-        """False also when the update has made numbers of finite gradients that are not finite: no
-        later start may find them."""
-        finite = all_finite([local_shard(p.detach()) for p in self._parameters()])
-        if not self.link.all_agree(finite):
-            self.save_failed(step, "parameters are not finite")
-            return False
-        return self.stepper.may_save()
-
-    def marker(self) -> Marker:
-        at, tail = self.lineage, self.lineage.tail
-        return Marker(
-            step=at.step,
-            token=at.token,
-            model=self._model_identity,
-            batch=None if tail is None else {"id": tail.batch_id, "digest": tail.digest},
-            policy_version=self.stepper.policy_version,
-            torchft={"step": at.step, "batches_committed": at.batches_committed},
-            layout=self._layout,
-        )
-
-    def saved(self, marker: Marker, path: str) -> list[str]:
-        return self.stepper.saved(State(marker.step, marker.token), path)
-
-    def save_failed(self, step: int, reason: str) -> None:
-        cause = f"checkpoint of step {step} not written, the run goes on: {reason}"
-        logger.error("%s", cause)
-        self.events.emit(Kind.FAULT, cause=cause, step=step, subject="checkpoint")
-
-    def restored(self, marker: Marker, path: str, differs: list[str]) -> None:
-        random_numbers = "as saved"
-        if differs:
-            random_numbers = f"seeded anew for step {marker.step}: {', '.join(differs)} changed"
-            self.seed_step()
-        logger.info("restored %s; random numbers: %s", path, random_numbers)
-        self.events.emit(
-            Kind.RESTORE,
-            step=marker.step,
-            path=path,
-            random_numbers=random_numbers,
-            batch=marker.batch,
-            torchft=dict(marker.torchft),
-        )
 
     def close(self) -> None:
         if hasattr(self, "_signals"):
