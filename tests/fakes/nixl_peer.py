@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     role, path, nbytes, tls = argv[0], Path(argv[1]), int(argv[2]), argv[3]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    nixl = load(WeightsSection(ucx_tls=tls))
+    nixl = load(WeightsSection(ucx_tls=tls), path.parent)
 
     def say(text: str) -> None:
         print(text, file=answers, flush=True)

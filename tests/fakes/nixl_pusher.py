@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.weights.holder.agent import Agent, load
@@ -43,7 +44,7 @@ def pieces(dying: subprocess.Popen[bytes] | None) -> Iterator[tuple[int, int]]:
 def main(path: str, cycles: int, tls: str, lanes: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    nixl = load(WeightsSection(ucx_tls=tls))
+    nixl = load(WeightsSection(ucx_tls=tls), Path(path).parent)
     held = mmap.mmap(-1, NBYTES)
     memory = Memory(ctypes.addressof(ctypes.c_char.from_buffer(held)), ((0, NBYTES),))
     pusher = Pusher(lambda: Agent(nixl, "pusher"), lane_bytes=NBYTES // lanes)

@@ -50,6 +50,7 @@ DUMPS = (
     *("--rollout.save_debug_train_data", "trained/{rollout_id}.safetensors"),
 )
 ENGINES = ("engine-0", "engine-1")
+RELAY = "relay-0"
 ROLES = ("lighthouse", "serving", "rollout", "trainer-0", "trainer-1")
 METRICS = (
     "step",
@@ -141,10 +142,10 @@ def look(job: Job, routes: dict[str, list[tuple[str, str]]]) -> Live:
     told = job.command("status", str(job.folder.path)).stdout
     trees = {
         name: {root.pid, *(p.pid for p in process.descendants(root))}
-        for name in (*ENGINES, *ROLES)
+        for name in (*ENGINES, RELAY, *ROLES)
         if (root := job.process_of(name))
     }
-    # An engine is a descendant of serving too: the first name counts.
+    # An engine or a relay is a descendant of serving too: the first name counts.
     owner = {pid: name for name, pids in reversed(trees.items()) for pid in pids}
     return Live(
         token=token_file.read_text(),
@@ -238,6 +239,7 @@ def test_events_tell_a_run_without_faults(done):
         Kind.SEAL,
         Kind.COMMIT,
         Kind.PUBLISH,
+        Kind.FETCH,
         Kind.INSTALL,
         Kind.CHECKPOINT,
         Kind.EVAL,
@@ -337,12 +339,12 @@ def test_the_status_page_showed_the_job_while_it_ran(done):
     assert page["/health"].json()["ok"]
     found = page["/api/status"].json()
     roles = {r["name"]: r for r in found["roles"]}
-    assert set(roles) == {"supervisor", *ROLES}
+    assert set(roles) == {"supervisor", RELAY, *ROLES}
     # Roles end once the last step is done, which may have come in between.
     going_on = [r for r in roles.values() if r["state"] == "up"]
     assert len(going_on) == len(roles) or found["step"] == STEPS
     for role in going_on:
-        if role["name"] in ROLES:
+        if role["name"] in (RELAY, *ROLES):
             assert role["pid"] == done.job.process_of(role["name"]).pid
     assert [e["name"] for e in found["engines"]] == list(ENGINES)
     assert 2 <= found["step"] <= STEPS == found["total_steps"] and found["faults"] == 0
@@ -476,7 +478,7 @@ def test_listeners_are_on_loopback(done):
         assert [listener.port for listener in listeners if listener.process == name] == [
             httpx.URL(done.live.urls[name]).port
         ]
-    assert {listener.process for listener in listeners} >= {*ENGINES, *ROLES}
+    assert {listener.process for listener in listeners} >= {*ENGINES, RELAY, *ROLES}
     open_to_all = Counter(x.process for x in listeners if x.ip not in ("127.0.0.1", "::1"))
     assert open_to_all == {"trainer-0": 2, "trainer-1": 2, "engine-0": 1, "engine-1": 1}
 

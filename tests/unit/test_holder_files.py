@@ -75,6 +75,14 @@ def test_a_source_takes_the_memory_of_its_shards_alone(files):
     assert stat.st_size == 64 * SIZE and stat.st_blocks * 512 < 3 * SIZE
 
 
+def test_what_a_killed_predecessors_library_left_goes(tmp_path):
+    folder = settings(tmp_path).folder
+    folder.mkdir(parents=True)
+    (folder / "ucx_shm_posix_5dd58ce7").write_bytes(bytes(4096))
+    HolderFiles(settings(tmp_path)).open()
+    assert sorted(p.name for p in folder.iterdir()) == ["lock", "owner.json"]
+
+
 def test_too_little_memory_is_said_before_it_is_taken(files):
     free = os.statvfs(files.folder)
     too_much = free.f_bavail * free.f_frsize + SIZE

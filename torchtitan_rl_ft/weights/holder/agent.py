@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.config.weights import WeightsSection
@@ -78,12 +79,16 @@ def _distribution() -> tuple[str, str]:
     )
 
 
-def load(weights: WeightsSection) -> Any:
-    """Import the library into this process, which must be one that may be lost.
+def load(weights: WeightsSection, folder: Path | None = None) -> Any:
+    """Import the library into this process, which must be one that may be lost. `folder`: where UCX
+    makes its segments of shared memory, nameless at once; a process that is killed in between
+    leaves one.
 
     Raises NixlUnavailable."""
     name, version = _distribution()
     os.environ.update(ucx_environment(weights))
+    if folder is not None:
+        os.environ["UCX_POSIX_DIR"] = str(folder)
     try:
         return importlib.import_module(f"{PACKAGES[name]}._api")
     except Exception as e:  # whatever a broken shared library raises

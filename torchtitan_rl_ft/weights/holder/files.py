@@ -33,6 +33,7 @@ SPARES = 1
 
 _SPARE = "spare-"
 _UNFINISHED = ".unfinished-"
+_SEGMENTS = "ucx_shm_posix_*"  # of UCX, which a predecessor was killed too early to unlink
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 _BLOCK_BYTES = 512  # stat(2), st_blocks
 
@@ -68,6 +69,8 @@ class HolderFiles:
         self._lock = lock
         for unfinished in self.folder.glob(f"{_UNFINISHED}*"):
             shutil.rmtree(unfinished)
+        for segment in self.folder.glob(_SEGMENTS):
+            segment.unlink()
         owner = json.dumps(asdict(self._settings.owner))
         (self.folder / OWNER_FILE).write_text(owner)
         remove_leftovers(self._settings.weights.memory_folder)

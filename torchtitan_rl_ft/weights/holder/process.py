@@ -43,14 +43,14 @@ async def serve(settings: HolderSettings, token: str) -> None:
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    nixl, version = load(settings.weights), nixl_version()
+    files = HolderFiles(settings)
+    files.open()
+    nixl, version = load(settings.weights, files.folder), nixl_version()
 
     def make_agent() -> Agent:
         return Agent(nixl, settings.name)
 
     make_agent().drop()  # what cannot work says so now
-    files = HolderFiles(settings)
-    files.open()
     pushes = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="push")
     checks = ThreadPoolExecutor(max(2, os.cpu_count() or 1), thread_name_prefix="check")
     pusher = Pusher(make_agent)
