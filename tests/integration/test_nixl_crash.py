@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from integration.holder_site import TOKEN, Holder, Policy, Site, holder_site
 
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.rpc.server import RequestError
 from torchtitan_rl_ft.run_folder import ProcessId
@@ -611,6 +613,59 @@ async def test_a_push_that_cannot_be_is_refused_before_anything_is_written(tmp_p
                 assert path.read_bytes()[start:end] == policy.data[start:end]
         finally:
             await peer.kill()
+
+
+async def test_a_receiver_with_another_library_is_told_so(tmp_path, monkeypatch):
+    """It gets nothing, keeps what it has, and its holder serves the next one."""
+    old, new = Policy.make(2), Policy.make(2, step=2)
+    version = metadata.version("nixl-cu13")
+    other = tmp_path / "other" / "nixl_cu13-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-cu13\nVersion: 0.0.1\n")
+    async with holder_site(tmp_path) as site:
+        [source] = await givers(site, old, 1, "")
+        same = await site.start("relay-0", "relay")
+        kept = await site.fetch(same, old)
+        same.kill()
+        await same.child.wait()
+        site.book.gone(same.name)
+        with monkeypatch.context() as changed:
+            path = [str(other.parent), *(p for p in sys.path if p)]
+            changed.setenv("PYTHONPATH", os.pathsep.join(path))
+            differs = await site.start("relay-0", "relay")
+        await site.offer(source, new)
+        site.want(new)
+        with pytest.raises(HolderError) as told:
+            await site.fetch(differs, new, 3.0)
+        assert told.value.status == 502
+        assert str(told.value) == (
+            f"step 2 (abcdef01) did not come whole within 3 s: {new.image.nbytes} of "
+            f"{new.image.nbytes} bytes are missing (trainer-0.0: the receiver has nixl-cu13 0.0.1, "
+            f"this holder nixl-cu13 {version}: install the same version everywhere)"
+        )
+        assert Path(kept.path, "model.safetensors").read_bytes() == old.data
+        other_relay = await site.start("relay-1", "relay")
+        await site.fetch(other_relay, new)
+
+
+async def test_ports_that_are_used_up_are_named_and_nothing_is_lost(tmp_path):
+    policy = Policy.make(2)
+    port = free_port()
+    async with holder_site(tmp_path) as site:
+        source = await site.start("trainer-0.0", "source", ucx_port_range=f"{port}-{port}")
+        relay = await site.start("relay-0", "relay")
+        await site.offer(source, policy)
+        site.want(policy)
+        with socket.create_server(("127.0.0.1", port)), pytest.raises(HolderError) as told:
+            await site.fetch(relay, policy, 3.0)
+        assert told.value.status == 502
+        assert str(told.value).endswith(
+            f"{policy.image.nbytes} bytes are missing (trainer-0.0: making a NIXL agent: "
+            "nixlBackendError: NIXL_ERR_BACKEND: all ports of weights.ucx_port_range = "
+            f"'{port}-{port}' are taken)"
+        )
+        fetched = await site.fetch(relay, policy)
+        assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
 
 
 async def test_a_library_that_does_not_work_is_one_clear_error(tmp_path):

@@ -46,7 +46,7 @@ def test_ports_that_are_all_taken_are_one_clear_error() -> None:
         taken = f"{port}-{port}"
         problem = probe(WeightsSection(ucx_port_range=taken, ucx_tls="tcp")).problem
     assert problem is not None
-    assert f"weights.ucx_port_range = {taken!r}" in problem
+    assert f"all ports of weights.ucx_port_range = {taken!r} are taken" in problem
     assert "\n" not in problem
 
 

@@ -1,10 +1,12 @@
 """How the library is found, and what it is told before it is imported."""
 
+import socket
 from importlib import metadata
 
 import pytest
 
 from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host.ports import free_port
 from torchtitan_rl_ft.weights.holder import agent
 from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError, NixlUnavailable
 
@@ -52,6 +54,17 @@ class Library:
 def test_a_library_without_ucx_is_an_error():
     with pytest.raises(NixlError, match="no UCX plugin"):
         Agent(Library, "relay-0")
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_ports_that_are_used_up_are_named(taken):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1] if taken else free_port()
+        weights = WeightsSection(ucx_port_range=f"{port}-{port}")
+        with pytest.raises(NixlError, match="no UCX plugin") as told:
+            agent.make(Library, "relay-0", weights)
+    named = f"all ports of weights.ucx_port_range = '{port}-{port}' are taken"
+    assert (named in str(told.value)) == taken
 
 
 def test_no_two_agents_have_one_name(monkeypatch):

@@ -9,6 +9,7 @@ from fakes.fake_agent import FakeAgent
 
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.weights.holder.agent import NixlError
 from torchtitan_rl_ft.weights.holder.client import HolderError, Offer
 from torchtitan_rl_ft.weights.holder.directory import DirectoryError, Lease, Superseded
 from torchtitan_rl_ft.weights.holder.fetch import Fetch, FetchFailed, OtherPolicy, Wish
@@ -99,7 +100,7 @@ class Giver:
         self.pushed: list = []
         self.files = {"config.json": b"{}"}
         self.header = IMAGE.header
-        self.refuses: HolderError | None = None
+        self.refuses: Exception | None = None
         self.inside, self.go_on = asyncio.Event(), asyncio.Event()
         self.go_on.set()
 
@@ -234,7 +235,8 @@ async def test_the_manifest_of_something_else_is_refused(bench, other):
     manifest = Manifest.build(step=KEY.step + (other == "step"), token=KEY.token, tensors=tensors)
     giver.files["manifest.json"] = b"x" if other == "no manifest" else manifest.to_bytes()
     bench.has(giver)
-    with pytest.raises(OtherPolicy):
+    told = {"no manifest": ": not a manifest: "}.get(other, "is of something else")
+    with pytest.raises(OtherPolicy, match=told):
         await bench.gets()
     assert not bench.shelf.held
 
@@ -253,6 +255,14 @@ async def test_a_holder_of_another_model_is_not_believed(bench):
     assert (await bench.gets()).bytes_from == {"1": IMAGE.nbytes}
     assert "another model" in bench.directory.returns[0][1]
     assert not first.pushed
+
+
+async def test_a_fault_of_this_side_is_not_put_on_the_other(bench):
+    giver = Giver("0")
+    giver.refuses = NixlError("making a NIXL agent: all ports are taken")
+    bench.has(giver)
+    with pytest.raises(FetchFailed, match=r"\(relay-0: making a NIXL agent"):
+        await bench.gets(timeout_s=0.5)
 
 
 async def test_names_of_files_are_checked(bench):

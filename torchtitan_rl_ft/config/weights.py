@@ -37,3 +37,9 @@ class WeightsSection:
 
     fetch_timeout_s: float = 60.0
     """Longest time in which a holder gets one version, from whomever."""
+
+    @property
+    def ucx_ports(self) -> range:
+        """The numbers of `ucx_port_range`; none when it is empty."""
+        first, _, last = self.ucx_port_range.partition("-")
+        return range(int(first), int(last) + 1) if first else range(0)

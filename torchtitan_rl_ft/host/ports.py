@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -31,6 +32,22 @@ def free_ports(n: int) -> list[int]:
         for s in sockets:
             _bind(s)
         return [s.getsockname()[1] for s in sockets]
+
+
+def free_of(numbers: Iterable[int]) -> int:
+    """How many of these ports a server could listen on now, at any address of this machine. One
+    from which a connection was closed a moment ago is not among them, unless the server says
+    SO_REUSEADDR."""
+    return sum(_is_free(port) for port in numbers)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as s:
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+        return True
 
 
 def _bind(s: socket.socket) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -16,6 +15,7 @@ import psutil
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.exit_codes import ExitCode
+from torchtitan_rl_ft.host.ports import free_of
 from torchtitan_rl_ft.serving.launch import has_accelerator
 from torchtitan_rl_ft.weights.holder.agent import NixlUnavailable, nixl_version
 from torchtitan_rl_ft.weights.transports.choice import TransportUnavailable, choose
@@ -141,23 +141,11 @@ def ports(weights: WeightsSection) -> Finding:
     if not text:
         mend = "set weights.ucx_port_range where a firewall is between holders"
         return Finding("ports", None, "not pinned", mend)
-    first, _, last = text.partition("-")
-    numbers = range(int(first), int(last) + 1)
-    taken = sum(not _is_free(port) for port in numbers)
-    told = f"pinned to {text} (weights.ucx_port_range), {len(numbers) - taken} of them free"
-    if taken == len(numbers):
+    free = free_of(weights.ucx_ports)
+    told = f"pinned to {text} (weights.ucx_port_range), {free} of them free"
+    if not free:
         return Finding("ports", False, told, "all are taken: set weights.ucx_port_range")
     return Finding("ports", True, told)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 def memory(weights: WeightsSection) -> Finding:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host.ports import free_of
 from torchtitan_rl_ft.weights.pieces import Range
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,19 @@ def _told(doing: str) -> Iterator[None]:
         yield
     except Exception as e:
         raise NixlError(f"{doing}: {type(e).__name__}: {e}") from e
+
+
+def make(nixl: Any, owner: str, weights: WeightsSection) -> Agent:
+    """An agent of `owner`'s. Raises NixlError; of ports that are used up the library says nothing
+    but "Device is busy", in its log."""
+    try:
+        return Agent(nixl, owner)
+    except NixlError as e:
+        if not weights.ucx_ports or free_of(weights.ucx_ports):
+            raise
+        raise NixlError(
+            f"{e}: all ports of weights.ucx_port_range = {weights.ucx_port_range!r} are taken"
+        ) from e
 
 
 class AgentAhead:

@@ -182,7 +182,8 @@ class Fetch:
         try:
             await self._push(lease)
         except (HolderError, ReceiveFailed, NixlError, ImageInvalid) as e:
-            cause = f"{lease.name}: {e}"
+            side = self._name if isinstance(e, NixlError) else lease.name
+            cause = f"{side}: {e}"
             logger.warning("%s from %s", self._wish.key, cause)
             self._failures.append(cause)
         finally:

@@ -15,7 +15,7 @@ import aiohttp
 from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.run_folder import RunFolder
 from torchtitan_rl_ft.weights.holder import launch
-from torchtitan_rl_ft.weights.holder.agent import Agent, load, nixl_version
+from torchtitan_rl_ft.weights.holder.agent import Agent, load, make, nixl_version
 from torchtitan_rl_ft.weights.holder.client import HolderClient
 from torchtitan_rl_ft.weights.holder.directory import DirectoryClient
 from torchtitan_rl_ft.weights.holder.fetch import Fetch, Wish
@@ -48,7 +48,7 @@ async def serve(settings: HolderSettings, token: str) -> None:
     nixl, version = load(settings.weights, files.folder), nixl_version()
 
     def make_agent() -> Agent:
-        return Agent(nixl, settings.name)
+        return make(nixl, settings.name, settings.weights)
 
     make_agent().drop()  # what cannot work says so now
     pushes = ThreadPoolExecutor(PUSH_THREADS, thread_name_prefix="push")

@@ -27,10 +27,10 @@ from pathlib import Path
 
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.weights.holder.agent import (
-    Agent,
     NixlError,
     NixlUnavailable,
     load,
+    make,
     nixl_version,
 )
 from torchtitan_rl_ft.weights.holder.launch import environment
@@ -131,7 +131,7 @@ def receive(weights: WeightsSection) -> None:
     TimeoutError."""
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # UCX and NIXL write to stdout
-    agent = Agent(load(weights), "probe-receiver")
+    agent = make(load(weights), "probe-receiver", weights)
     memory = mmap.mmap(-1, NBYTES)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     agent.register(address, [(0, NBYTES)])
@@ -168,7 +168,7 @@ def _ucx_version() -> str:
 def push(weights: WeightsSection) -> None:
     """Write into the memory that stdin offers. Raises NixlUnavailable, NixlError, TimeoutError."""
     os.dup2(2, 1)
-    agent = Agent(load(weights), "probe-pusher")
+    agent = make(load(weights), "probe-pusher", weights)
     memory = mmap.mmap(-1, NBYTES)
     memory[:] = bytes([MARK]) * NBYTES
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
