@@ -36,6 +36,8 @@ from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 TOKEN = "benchmark"
 RUN_ID = f"benchmark-{os.getpid()}"
 POLL_S = 0.002
+BETWEEN_S = 0.3
+"""From one version to the next, in which holders make ready for it: steps of a job take longer."""
 
 
 class SourcesOnly(HolderBook):
@@ -131,6 +133,7 @@ class Holders:
     def offer(self) -> Offering:
         """A new version, held by the source and known to the directory."""
         self._step += 1
+        time.sleep(BETWEEN_S)
         began = time.monotonic()
         offered = self._offers.offer(self._site.tensors, self._key, patient=False)
         copied = time.monotonic()

@@ -20,6 +20,13 @@ def test_devices_transports_and_ports_are_pinned():
     assert agent.ucx_environment(WeightsSection(ucx_tls="tcp"))["UCX_TLS"] == "tcp"
 
 
+def test_ucx_tries_no_protocols_that_holders_do_not_use():
+    """It would, for each connection, and look at the network devices for each of them."""
+    protocols = agent.ucx_environment(WeightsSection())["UCX_PROTOS"].split(",")
+    assert {"put/offload/zcopy", "put/am/bcopy"} <= set(protocols)
+    assert not any(p.startswith(("rndv", "tag", "get", "amo", "*")) for p in protocols)
+
+
 def test_infiniband_is_loaded_where_it_may_be_used():
     for devices in ("mlx5_0:1", "eth0,mlx5_0:1", "all"):
         assert "UCX_MODULES" not in agent.ucx_environment(WeightsSection(ucx_devices=devices))

@@ -97,6 +97,7 @@ async def test_what_is_written_is_checked_and_stays(bench):
     await bench.receive(ask)
     assert sorted(bench.checked) == PIECES
     assert bench.version.file.path.read_bytes() == DATA
+    assert not bench.agents[0].dropped, "the version comes first"
     await bench.until(lambda: bench.agents[0].dropped)
     assert bench.receiver.abandoned == 0
 

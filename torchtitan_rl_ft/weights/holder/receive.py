@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.0002
 
+CLOSE_DELAY_S = 0.1
+"""Making and dropping agents takes 15 ms, in which the library lets no other thread go on. After a
+push that ended well there is better to do: finish the version, announce it, hand it on."""
+
 ADDRESSES_LOST = 1 << 46
 """Bytes of addresses that pushes which were given up may take for good: half of what a process has
 on x86-64."""
@@ -206,7 +210,10 @@ class Receiver:
             self._close(making.result())
 
     def _close(self, landing: Landing) -> None:
-        """Nobody need wait for it."""
+        """Soon: nobody need wait for it."""
+        asyncio.get_running_loop().call_later(CLOSE_DELAY_S, self._close_now, landing)
+
+    def _close_now(self, landing: Landing) -> None:
         self._pushes.submit(landing.close).add_done_callback(_tell)
 
     async def _collect(
