@@ -42,7 +42,17 @@ def test_a_machine_on_which_all_works(
     assert cli.main(["doctor", "--json"]) == ExitCode.DONE
     told = json.loads(capsys.readouterr().out)
     names = [f["name"] for f in told["findings"]]
-    for name in ("torch", "sglang", "torchft", "disk", "nixl", "ports", "memory", "ptrace"):
+    for name in (
+        "torch",
+        "sglang",
+        "torchft",
+        "disk",
+        "nixl",
+        "address",
+        "ports",
+        "memory",
+        "ptrace",
+    ):
         assert name in names
     nixl = next(f for f in told["findings"] if f["name"] == "nixl")
     assert "UCX 1.23.0" in nixl["text"]
@@ -57,7 +67,8 @@ def test_nixl_that_does_not_work_is_a_fault_only_where_it_is_asked_for(
     tried.append(FAILS)
     assert cli.main(["doctor"]) == ExitCode.DONE
     out = capsys.readouterr().out
-    assert "rollout.weight_transport = 'auto' (default) is disk: no device is found" in out
+    assert "rollout.weight_transport = 'auto' (default) is disk: see nixl" in out
+    assert "not usable: no device is found" in out
     assert cli.main(["doctor", "--rollout.weight_transport", "nixl"]) == ExitCode.FAILED
     assert "FAULT  transport" in capsys.readouterr().out
 
@@ -108,6 +119,17 @@ def test_networks_and_ports() -> None:
         taken = doctor.ports(WeightsSection(ucx_port_range=f"{port}-{port}"))
     assert taken.ok is False
     assert "0 of them free" in taken.text
+
+
+def test_the_address_of_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.address(WeightsSection()).ok
+    assert doctor.address(WeightsSection(host="localhost")).ok
+    elsewhere = doctor.address(WeightsSection(host="192.0.2.1"))  # of nobody (RFC 5737)
+    assert elsewhere.ok is False
+    assert "weights.host = '192.0.2.1' is no address of this machine" in elsewhere.text
+    assert doctor.address(WeightsSection(host="no.such.invalid")).ok is False
+    monkeypatch.setattr(doctor, "address_problem", lambda host: None)
+    assert doctor.address(WeightsSection(host="192.0.2.1")).ok is None
 
 
 def test_memory(tmp_path: Path) -> None:

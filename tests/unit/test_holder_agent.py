@@ -1,12 +1,13 @@
 """How the library is found, and what it is told before it is imported."""
 
+import contextlib
 import socket
 from importlib import metadata
 
 import pytest
 
 from torchtitan_rl_ft.config.weights import WeightsSection
-from torchtitan_rl_ft.host.ports import free_port
+from torchtitan_rl_ft.host.ports import free_of, free_port
 from torchtitan_rl_ft.weights.holder import agent
 from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError, NixlUnavailable
 
@@ -72,6 +73,21 @@ def test_ports_that_are_used_up_are_named(taken):
             agent.make(Library, "relay-0", weights)
     named = f"all ports of weights.ucx_port_range = '{port}-{port}' are taken"
     assert (named in str(told.value)) == taken
+
+
+def test_a_range_that_is_used_up_is_never_given_to_the_library():
+    """UCX would look for a free port in it for ever."""
+    with contextlib.ExitStack() as taken:
+        first = next(n for n in iter(free_port, None) if free_of(range(n, n + 4)) == 4)
+        weights = WeightsSection(ucx_port_range=f"{first}-{first + 3}")
+        for port in (first, first + 2, first + 3):
+            taken.enter_context(socket.create_server(("127.0.0.1", port)))
+        with pytest.raises(NixlError) as told:
+            agent.make(None, "relay-0", weights)
+    assert str(told.value) == (
+        f"making a NIXL agent: all ports but 1 of weights.ucx_port_range = "
+        f"'{first}-{first + 3}' are taken"
+    )
 
 
 def test_no_two_agents_have_one_name(monkeypatch):

@@ -18,6 +18,7 @@ LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """From where the kernel takes the ports of outgoing connections."""
 LOWEST_PORT = 15000
 PORT_TRIES = 64
+LAST_PORT = 65535
 
 
 def free_port() -> int:
@@ -34,11 +35,16 @@ def free_ports(n: int) -> list[int]:
         return [s.getsockname()[1] for s in sockets]
 
 
-def free_of(numbers: Iterable[int]) -> int:
-    """How many of these ports a server could listen on now, at any address of this machine. One
-    from which a connection was closed a moment ago is not among them, unless the server says
-    SO_REUSEADDR."""
-    return sum(_is_free(port) for port in numbers)
+def free_of(numbers: Iterable[int], enough: int = LAST_PORT) -> int:
+    """How many of these ports a server could listen on now, at any address of this machine; no
+    more than `enough` are looked for. One from which a connection was closed a moment ago is not
+    among them, unless the server says SO_REUSEADDR."""
+    free = 0
+    for port in numbers:
+        if free >= enough:
+            break
+        free += _is_free(port)
+    return free
 
 
 def _is_free(port: int) -> bool:

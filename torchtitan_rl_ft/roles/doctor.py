@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -19,7 +20,7 @@ from torchtitan_rl_ft.host.ports import free_of
 from torchtitan_rl_ft.serving.launch import has_accelerator
 from torchtitan_rl_ft.weights.holder.agent import NixlUnavailable, nixl_version
 from torchtitan_rl_ft.weights.transports.choice import TransportUnavailable, choose
-from torchtitan_rl_ft.weights.transports.facts import free_bytes, gather
+from torchtitan_rl_ft.weights.transports.facts import address_problem, free_bytes, gather
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
 
 PACKAGE = "torchtitan_rl_ft"
@@ -64,6 +65,7 @@ def examine(resolved: Resolved) -> Iterator[Finding]:
     yield Finding("devices", None, accelerator)
     tried = probe(weights)
     yield from transports(resolved, tried)
+    yield address(weights)
     yield network(weights)
     yield ports(weights)
     yield memory(weights)
@@ -118,7 +120,18 @@ def _chosen(resolved: Resolved, tried: Probe) -> Finding:
         choice = choose(resolved.sections.rollout.weight_transport, facts)
     except TransportUnavailable as e:
         return Finding("transport", False, where, str(e))
-    return Finding("transport", True, f"{where} is {choice.transport}: {choice.reason}")
+    reason = "see nixl" if choice.reason == tried.problem else choice.reason
+    return Finding("transport", True, f"{where} is {choice.transport}: {reason}")
+
+
+def address(weights: WeightsSection) -> Finding:
+    host = weights.host
+    if (problem := address_problem(host)) is not None:
+        return Finding("address", False, problem, "set weights.host")
+    told = f"holders answer at {host} (weights.host)"
+    if socket.gethostbyname(host).startswith("127."):
+        return Finding("address", True, told)
+    return Finding("address", None, f"{told}, to all who reach it and have the run's token")
 
 
 def network(weights: WeightsSection) -> Finding:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchtitan_rl_ft.config.resolve import Resolved
-
-LAST_PORT = 65535
+from torchtitan_rl_ft.host.ports import LAST_PORT
 
 
 def _has_module(name: str) -> bool:

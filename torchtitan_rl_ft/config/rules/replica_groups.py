@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchtitan_rl_ft.config.errors import near_miss
-from torchtitan_rl_ft.config.rules.job import LAST_PORT, Job
+from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.host.ports import LAST_PORT
 
 SEMI_SYNC_METHODS = ("local_sgd", "diloco")
 PROCESS_GROUPS = ("gloo", "nccl")

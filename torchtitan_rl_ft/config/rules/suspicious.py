@@ -169,6 +169,13 @@ def without_effect(job: Job) -> tuple[list[str], list[str]]:
             # Only a warning: a job is made a plain one by switching the one flag.
             rule = f"without fault tolerance these have no effect: {', '.join(given)}"
             warnings.append(job.broken(rule, "fault_tolerance.enable"))
+    if job.resolved.sections.rollout.weight_transport == "disk":
+        given = [
+            k for k in load_schema().sections["weights"].keys if job.resolved.given(f"weights.{k}")
+        ]
+        if given:
+            rule = f"policies go by way of a disk, so these have no effect: {', '.join(given)}"
+            warnings.append(job.broken(rule, "rollout.weight_transport"))
     return problems, warnings
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torchtitan_rl_ft.config.rules.job import LAST_PORT, Job
+from torchtitan_rl_ft.config.rules.job import Job
+from torchtitan_rl_ft.host.ports import LAST_PORT
 
 NIXL_MODULES = ("nixl_cu13", "nixl_cu12")
 TRANSPORT = "rollout.weight_transport"
 
 _PORTS = re.compile(r"(\d+)-(\d+)")
-_NAMES = re.compile(r"\^?[A-Za-z0-9_.:@-]+(,[A-Za-z0-9_.:@-]+)*")
+_NAMES = re.compile(r"[A-Za-z0-9_.:@-]+(,[A-Za-z0-9_.:@-]+)*")
 
 
 def transport(job: Job) -> Iterator[str]:
@@ -36,6 +37,12 @@ def transport(job: Job) -> Iterator[str]:
 def holders(job: Job) -> Iterator[str]:
     section = job.resolved.sections.weights
     yield from job.positive("weights", "holders", "piece_mb", "stall_timeout_s", "fetch_timeout_s")
+    if section.stall_timeout_s >= section.fetch_timeout_s > 0:
+        yield job.broken(
+            "no other holder would be asked: stall_timeout_s must be below fetch_timeout_s",
+            "weights.stall_timeout_s",
+            "weights.fetch_timeout_s",
+        )
     if not section.host or ":" in section.host or section.host == "0.0.0.0":
         yield job.broken(
             "holders need a name or an IPv4 address of this machine under which others reach it",
@@ -48,7 +55,7 @@ def holders(job: Job) -> Iterator[str]:
             'ucx_devices names network devices, like "lo" or "eth0,mlx5_0:1", or is "all"',
             "weights.ucx_devices",
         )
-    if section.ucx_tls and not _NAMES.fullmatch(section.ucx_tls):
+    if section.ucx_tls and not _NAMES.fullmatch(section.ucx_tls.removeprefix("^")):
         yield job.broken('ucx_tls names transports, like "tcp" or "tcp,cma"', "weights.ucx_tls")
     if section.ucx_port_range and not _is_port_range(section.ucx_port_range):
         yield job.broken(

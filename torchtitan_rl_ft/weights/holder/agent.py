@@ -43,6 +43,11 @@ fast to connect (2 ms, not 9)."""
 DRAIN_S = 0.05
 """Ten times what UCX needs to end its connections to a process that died."""
 
+PORTS_LEFT = 4
+"""Ports that are left for agents which other processes make at the same moment."""
+
+MAKING = "making a NIXL agent"
+
 _serial = itertools.count()
 
 
@@ -117,16 +122,23 @@ def _told(doing: str) -> Iterator[None]:
 
 
 def make(nixl: Any, owner: str, weights: WeightsSection) -> Agent:
-    """An agent of `owner`'s. Raises NixlError; of ports that are used up the library says nothing
-    but "Device is busy", in its log."""
+    """An agent of `owner`'s. Raises NixlError. Of one port that is taken the library says nothing
+    but "Device is busy", in its log; of several that are it tries one after the other, for ever."""
+    ports = weights.ucx_ports
+    needed = min(PORTS_LEFT, len(ports) // 2)
+    if (free := free_of(ports, enough=needed)) < needed:
+        raise NixlError(f"{MAKING}: {_taken(weights, free)}")
     try:
         return Agent(nixl, owner)
     except NixlError as e:
-        if not weights.ucx_ports or free_of(weights.ucx_ports):
+        if not ports or free_of(ports, enough=1):
             raise
-        raise NixlError(
-            f"{e}: all ports of weights.ucx_port_range = {weights.ucx_port_range!r} are taken"
-        ) from e
+        raise NixlError(f"{e}: {_taken(weights, 0)}") from e
+
+
+def _taken(weights: WeightsSection, free: int) -> str:
+    ports = f"all ports but {free}" if free else "all ports"
+    return f"{ports} of weights.ucx_port_range = {weights.ucx_port_range!r} are taken"
 
 
 class AgentAhead:
@@ -167,7 +179,7 @@ class Agent:
             backends=[BACKEND],
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        with _told("making a NIXL agent"):
+        with _told(MAKING):
             self._agent = nixl.nixl_agent(self.name, config)
         if BACKEND not in self._agent.backends:
             raise NixlError(f"NIXL has no {BACKEND} plugin")

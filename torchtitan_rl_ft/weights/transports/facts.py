@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import socket
 from pathlib import Path
 
 import psutil
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.resolve import Resolved
+from torchtitan_rl_ft.config.weights import WeightsSection
+from torchtitan_rl_ft.host.ports import free_of
 from torchtitan_rl_ft.weights.tensor_files import TensorFile, TensorFileError
 from torchtitan_rl_ft.weights.transports.choice import Facts, copies_held
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
+
+RELAY_PORTS, SOURCE_PORTS = 4, 2
+"""That agents listen on at a time: those that push, and in a relay one that receives and one that
+is made ahead."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """By `training.dtype`: what is trained is what is published."""
@@ -27,7 +34,13 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
     policies_travel, external = mode is DebugMode.NONE, bool(rollout.external_urls)
     if not policies_travel or external:  # decided, whatever the machine can do
         return Facts(None, policies_travel, external)
-    problem = memory_problem(weights.memory_folder) or (tried or probe(weights)).problem
+    groups = sections.fault_tolerance
+    problem = (
+        memory_problem(weights.memory_folder)
+        or address_problem(weights.host)
+        or port_problem(weights, groups.ranks_per_group)
+        or (tried or probe(weights)).problem
+    )
     return Facts(
         problem,
         policies_travel,
@@ -36,7 +49,7 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
             Path(sections.model.hf_assets_path or resolved.run_folder.model),
             str(resolved.get("training.dtype")),
         ),
-        copies_held(weights.holders, sections.fault_tolerance.replica_groups),
+        copies_held(weights.holders, groups.replica_groups),
         free_bytes(weights.memory_folder),
         weights.memory_folder,
     )
@@ -45,6 +58,29 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
 def memory_problem(folder: str) -> str | None:
     """Why no version can be held there, or None."""
     return None if Path(folder).is_dir() else f"there is no {folder} (weights.memory_folder)"
+
+
+def address_problem(host: str) -> str | None:
+    """Why holders cannot answer there, or None."""
+    with socket.socket() as s:
+        try:
+            s.bind((host, 0))
+        except OSError as e:
+            return f"weights.host = {host!r} is no address of this machine: {e.strerror or e}"
+    return None
+
+
+def port_problem(weights: WeightsSection, ranks: int) -> str | None:
+    """Why UCX has too few ports for the relays and the sources of a group of `ranks`, or None."""
+    if not weights.ucx_ports:
+        return None
+    needed = RELAY_PORTS * weights.holders + SOURCE_PORTS * ranks
+    if (free := free_of(weights.ucx_ports, enough=needed)) >= needed:
+        return None
+    return (
+        f"weights.ucx_port_range = {weights.ucx_port_range!r} has {free} free ports, {needed} are "
+        f"needed: {RELAY_PORTS} for each relay, {SOURCE_PORTS} for each rank of a group"
+    )
 
 
 def free_bytes(folder: str) -> int:
