@@ -225,8 +225,8 @@ class SessionFolder:
         """Forget the session. The record goes first: without it there is none. The lock goes last:
         what another job writes into a session of this name is none of what is removed."""
         self.record_file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            shutil.rmtree(self._memory_file.read_text(), ignore_errors=True)
+        if (memory := self.memory()) is not None:
+            shutil.rmtree(memory, ignore_errors=True)
         for file in self.path.glob("*"):
             if file != self._lock_file:
                 file.unlink(missing_ok=True)
@@ -275,6 +275,13 @@ class SessionFolder:
         """Policies are there, in memory: removed with the session, whoever ends it."""
         self._make()
         write_atomic(self._memory_file, str(folder).encode())
+
+    def memory(self) -> Path | None:
+        """Where policies are in memory; None when they are not."""
+        try:
+            return Path(self._memory_file.read_text())
+        except OSError:
+            return None
 
     @property
     def _memory_file(self) -> Path:

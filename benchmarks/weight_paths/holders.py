@@ -30,7 +30,7 @@ from torchtitan_rl_ft.trainer.offers import Offered, Offers
 from torchtitan_rl_ft.trainer.source import Source
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import HolderClient
-from torchtitan_rl_ft.weights.holder.files import remove_run
+from torchtitan_rl_ft.weights.holder.leftovers import remove_run
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 
 TOKEN = "benchmark"

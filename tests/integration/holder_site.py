@@ -28,7 +28,7 @@ from torchtitan_rl_ft.serving.holder_book import HolderBook
 from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import Fetched, HolderClient
-from torchtitan_rl_ft.weights.holder.files import remove_run
+from torchtitan_rl_ft.weights.holder.leftovers import remove_run
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, Kind
 from torchtitan_rl_ft.weights.image import Image
 from torchtitan_rl_ft.weights.pieces import Range

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.host.footprint import SHM, Footprint
 from torchtitan_rl_ft.host.log_tail import last_lines
@@ -28,6 +29,8 @@ from torchtitan_rl_ft.roles import status
 from torchtitan_rl_ft.roles.session import living_processes
 from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import SessionFolder, SessionRecord, SessionUnreadable
+from torchtitan_rl_ft.weights.holder.leftovers import OWNER_FILE
+from torchtitan_rl_ft.weights.holder.settings import user_memory
 
 COMMAND = (sys.executable, "-m", "torchtitan_rl_ft")
 CONFIG = "rl_ft_debug.toml"
@@ -265,14 +268,24 @@ class Job:
             return [p for p in self.footprint.processes if p.alive()]
 
     def left(self, within_s: float = 0.0) -> list[str]:
-        """Processes, ports and shared memory of the job that are still there."""
+        """Processes, ports, shared memory and policies in memory of the job that are still
+        there."""
         end = time.monotonic() + within_s
         while True:
             with self._looking:
-                left = self.footprint.leftovers()
+                left = self.footprint.leftovers() + self._policies_in_memory()
             if not left or time.monotonic() >= end:
                 return left
             time.sleep(0.1)
+
+    def _policies_in_memory(self) -> list[str]:
+        """Folders of holders that belong to processes of the job."""
+        found = []
+        for file in user_memory(WeightsSection().memory_folder).glob(f"*/*/{OWNER_FILE}"):
+            with contextlib.suppress(OSError, ValueError):  # of another run, made or removed now
+                if ProcessId(**json.loads(file.read_bytes())) in self.footprint.processes:
+                    found.append(f"policies {file.parent}")
+        return found
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_INTERVAL_S):

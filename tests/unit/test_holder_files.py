@@ -17,11 +17,10 @@ from torchtitan_rl_ft.weights.holder.files import (
     NoMemory,
     note_pieces,
     noted_pieces,
-    remove_leftovers,
-    remove_run,
 )
+from torchtitan_rl_ft.weights.holder.leftovers import remove_leftovers, remove_run
 from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
-from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, user_memory
 from torchtitan_rl_ft.weights.pieces import Piece
 
 SIZE = 1 << 20
@@ -143,7 +142,7 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(files, tmp_path):
         (s.folder / "step-1-t").mkdir()
     beginning = settings(tmp_path, run_id="beginning")
     beginning.folder.mkdir(parents=True)
-    assert remove_leftovers(str(tmp_path)) == [others["dead"].folder]
+    assert remove_leftovers(user_memory(str(tmp_path))) == [others["dead"].folder]
     assert not others["dead"].folder.parent.exists()
     assert others["restarting"].folder.exists() and beginning.folder.exists()
     assert list(files.found()) == [Key(1, "t")]
@@ -152,7 +151,7 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(files, tmp_path):
 def test_a_holder_whose_owner_died_lives_on_while_it_holds_its_lock(tmp_path):
     held = HolderFiles(settings(tmp_path, owner=dead_process()))
     held.open()
-    assert remove_leftovers(str(tmp_path)) == []
+    assert remove_leftovers(user_memory(str(tmp_path))) == []
     assert held.folder.exists()
 
 

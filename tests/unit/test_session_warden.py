@@ -78,6 +78,26 @@ def child_of(process: subprocess.Popen) -> ProcessId:
     return ProcessId.of(int(pids[0]))
 
 
+def holder_memory(folder: Path, owner: ProcessId) -> Path:
+    """What a holder has left, or holds."""
+    folder.mkdir(parents=True)
+    (folder / "owner.json").write_text(json.dumps(dataclasses.asdict(owner)))
+    (folder / "lock").touch()
+    (folder / "model.safetensors").write_bytes(bytes(4096))
+    return folder
+
+
+def test_memory_of_its_relays_and_of_the_dead_jobs_sources_is_free(run, tmp_path):
+    session, memory = kept(tmp_path / "sessions"), tmp_path / "memory"
+    relay = holder_memory(memory / "session" / "relay-0", DEAD.id)
+    source = holder_memory(memory / "sources-1" / "trainer-0.0", DEAD.id)
+    other = holder_memory(memory / "sources-2" / "trainer-0.0", ProcessId.current())
+    session.hold_memory(relay.parent)
+    assert watched(run, session).wait(10.0) == 0
+    assert not relay.parent.exists() and not source.parent.exists()
+    assert (other / "model.safetensors").exists()
+
+
 @pytest.mark.scenario("Z-1")
 def test_engines_of_a_session_that_nobody_wants_are_ended(run, tmp_path):
     """The tree, also what the record does not know; not a process with a recycled pid, nor one

@@ -31,6 +31,7 @@ from torchtitan_rl_ft.session_folder import (
     SessionRecord,
     SessionUnreadable,
 )
+from torchtitan_rl_ft.weights.holder.leftovers import remove_leftovers
 
 SERVING = "serving"
 
@@ -290,7 +291,10 @@ async def end_session(folder: SessionFolder, limit_s: float) -> Ended:
         await end_recorded(engine, end)
         left += [m for m in engine.members if m.alive()]
     if not left:
+        memory = folder.memory()
         folder.remove()
+        if memory is not None:
+            remove_leftovers(memory.parent)
     return Ended(serving, engines, tuple(left))
 
 

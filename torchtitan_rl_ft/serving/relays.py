@@ -24,8 +24,8 @@ from torchtitan_rl_ft.serving.holder_book import LOOK_S, HolderBook
 from torchtitan_rl_ft.serving.kept_child import KeptChild
 from torchtitan_rl_ft.weights.holder import launch
 from torchtitan_rl_ft.weights.holder.client import SUPERSEDED, Fetched, HolderClient, HolderError
-from torchtitan_rl_ft.weights.holder.files import remove_run
-from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
+from torchtitan_rl_ft.weights.holder.leftovers import remove_leftovers, remove_run
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, user_memory
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid
 from torchtitan_rl_ft.weights.transports.base import (
     Release,
@@ -347,9 +347,10 @@ class Relays:
             await asyncio.gather(*running, return_exceptions=True)
 
     def remove_memory(self) -> None:
-        """Of relays that have ended for good."""
-        setup = self.site.setup
-        remove_run(setup.weights.memory_folder, setup.run_id)
+        """Of relays that have ended for good, and of sources whose job was killed."""
+        memory_folder = self.site.weights.memory_folder
+        remove_run(memory_folder, self.site.setup.run_id)
+        remove_leftovers(user_memory(memory_folder))
 
     def holding(self, key: Key) -> dict[str, Fetched]:
         """Relays that hold a version, by name."""

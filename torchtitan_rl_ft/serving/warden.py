@@ -35,6 +35,7 @@ from torchtitan_rl_ft.session_folder import (  # noqa: E402
     SessionUnreadable,
     boot_s,
 )
+from torchtitan_rl_ft.weights.holder.leftovers import remove_leftovers  # noqa: E402
 
 POLL_S = 1.0
 HANGING_S = 30.0
@@ -112,7 +113,10 @@ def end(folder: SessionFolder, record: SessionRecord) -> bool:
             shutil.rmtree(hold.scratch, ignore_errors=True)
             for segment in hold.shared_memory:
                 segment.unlink(missing_ok=True)
+        memory = folder.memory()
         folder.remove()
+        if memory is not None:
+            remove_leftovers(memory.parent)
         print(f"session {folder.id}: ended after its retention", flush=True)
         return True
 

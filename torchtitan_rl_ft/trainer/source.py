@@ -21,7 +21,7 @@ from torchtitan_rl_ft.rpc.client import RoleClient, RoleUnreachable
 from torchtitan_rl_ft.run_folder import ATTEMPT_ENV, ProcessId, RunFolder
 from torchtitan_rl_ft.session_folder import Owner
 from torchtitan_rl_ft.weights.holder import launch
-from torchtitan_rl_ft.weights.holder.files import remove_run
+from torchtitan_rl_ft.weights.holder.leftovers import remove_run
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ to be used again, whose pages are there already."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -14,18 +13,16 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_rl_ft.run_folder import ProcessId
-from torchtitan_rl_ft.weights.holder.settings import (
-    HolderSettings,
-    Key,
-    run_memory,
-    user_memory,
+from torchtitan_rl_ft.weights.holder.leftovers import (
+    LOCK_FILE,
+    OWNER_FILE,
+    locked,
+    remove_leftovers,
 )
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key, user_memory
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE
 from torchtitan_rl_ft.weights.pieces import Piece, Range, piece_from_json
 
-LOCK_FILE = "lock"
-OWNER_FILE = "owner.json"
 PIECES_FILE = "pieces.jsonl"
 
 SPARES = 1
@@ -73,7 +70,7 @@ class HolderFiles:
             segment.unlink()
         owner = json.dumps(asdict(self._settings.owner))
         (self.folder / OWNER_FILE).write_text(owner)
-        remove_leftovers(self._settings.weights.memory_folder)
+        remove_leftovers(user_memory(self._settings.weights.memory_folder))
 
     def _taken(self) -> int | None:
         """The folder's lock; None when it is not to be had now, or when the folder, of a dead
@@ -83,7 +80,7 @@ class HolderFiles:
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(FileNotFoundError):
-                if _locked(lock) and os.path.samestat(os.fstat(lock), os.stat(path)):
+                if locked(lock) and os.path.samestat(os.fstat(lock), os.stat(path)):
                     return lock
             os.close(lock)
         return None
@@ -206,43 +203,3 @@ def _own(folder: Path) -> None:
     if stat.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
         raise NotOwned(f"{folder} belongs to somebody else: set weights.memory_folder")
     folder.chmod(0o700)
-
-
-# Runs that ended ------------------------------------------------------------------------
-
-
-def remove_run(memory_folder: str, run_id: str) -> None:
-    """At the end of a run, when its holders have ended."""
-    shutil.rmtree(run_memory(memory_folder, run_id), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        user_memory(memory_folder).rmdir()
-
-
-def remove_leftovers(memory_folder: str) -> list[Path]:
-    """Remove what holders left whose owners, and they themselves, are dead. Returns the folders."""
-    removed = []
-    for holder in sorted(user_memory(memory_folder).glob("*/*/")):
-        if _is_dead(holder):
-            shutil.rmtree(holder, ignore_errors=True)
-            removed.append(holder)
-            with contextlib.suppress(OSError):  # others of the run are there
-                holder.parent.rmdir()
-    return removed
-
-
-def _is_dead(holder: Path) -> bool:
-    try:
-        owner = ProcessId(**json.loads((holder / OWNER_FILE).read_text()))
-        with open(holder / LOCK_FILE, "rb") as lock:
-            return not owner.alive() and _locked(lock.fileno())
-    except (OSError, ValueError, TypeError):
-        return False  # one that is being made or removed
-
-
-def _locked(fd: int) -> bool:
-    """Lock it for as long as it is open."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
