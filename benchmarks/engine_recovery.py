@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from report import Aim, finish
+from report import Aim, finish, transport_of
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "fakes"), str(ROOT / "tests" / "integration")]
@@ -177,6 +177,7 @@ def waits_in_a_job(folder: Path) -> dict[str, float]:
         commits = {e.step: e.mono_s for e in job.events(Kind.COMMIT)}
         seals = {e.step: e.mono_s for e in job.events(Kind.SEAL)}
         promoted = job.events(Kind.PROMOTE)[0].mono_s
+        print(f"policies of the job travel by {transport_of(job.events())}")
         job.interrupt()
         job.end()
     waits = {s: max(0.0, seals[s + 1] - at) for s, at in commits.items() if s + 1 in seals}

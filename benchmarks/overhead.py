@@ -38,7 +38,7 @@ import psutil
 
 from benchmarks.live.arms import LOADS
 from benchmarks.live.driver import Job
-from benchmarks.report import Aim, finish
+from benchmarks.report import Aim, finish, transport_of
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.run_folder import write_atomic
 
@@ -71,12 +71,13 @@ ON = ("--metrics.enable_tensorboard", "--recovery.run_workload_inspector_server"
 @dataclass(frozen=True)
 class Life:
     """One job: seconds between commits after the warm-up, CPU seconds of all its processes per
-    step, and how often it was scraped and has exported."""
+    step, how often it was scraped and has exported, and how its policies travelled."""
 
     step_s: list[float]
     cpu_s: float
     scrapes: int
     exports: int
+    transport: str = ""
 
 
 class Sink(ThreadingHTTPServer):
@@ -165,13 +166,15 @@ def live(folder: Path, steps: int, *, on: bool) -> Life:
         last = job.step()
         cpu_s = (_cpu_s(job) - cpu_s) / (last - first)
         commits = [e.mono_s for e in job.events(Kind.COMMIT) if first <= (e.step or 0) <= last]
+        transport = transport_of(job.events())
         job.interrupt()
         job.end()
     scrapes = scraper.scrapes if scraper is not None else 0
     exports = sink.requests if sink is not None else 0
     if on and not (scrapes and exports):
         raise SystemExit(f"{scrapes} scrapes and {exports} exports: what is measured is not on")
-    return Life([b - a for a, b in itertools.pairwise(commits)], cpu_s, scrapes, exports)
+    step_s = [b - a for a, b in itertools.pairwise(commits)]
+    return Life(step_s, cpu_s, scrapes, exports, transport)
 
 
 def _both(job: Job) -> bool:
@@ -213,6 +216,7 @@ def figures(found: list[dict[str, Life]]) -> dict[str, Any]:
     cpu_on, cpu_off = (statistics.median(1000 * r[w].cpu_s for r in found) for w in ("on", "off"))
     error = statistics.stdev(added) / math.sqrt(len(added)) if len(added) > 1 else None
     return {
+        "transport": found[0]["on"].transport,
         "rounds": len(found),
         "steps_per_life": len(found[0]["on"].step_s),
         "on_ms": on,

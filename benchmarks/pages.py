@@ -61,6 +61,8 @@ def section(path: Path) -> str:
         kept = [x for x in path.read_text().splitlines() if not x.startswith("{")]
         return "\n".join([*lines, "```", *kept, "```", ""])
     found = _read(path)
+    if used := _transports(found):
+        lines += [f"Policies travelled by {used}.", ""]
     if arms := found.get("arms"):
         rows = [tables.cells(row) for row in tables.rows(arms)]
         lines += [*_table(tables.HEAD, rows), ""]
@@ -75,6 +77,12 @@ def section(path: Path) -> str:
     if path.with_suffix(".png").exists():
         lines += [f"![{path.stem}](benchmarks/results/{path.stem}.png)", ""]
     return "\n".join(lines)
+
+
+def _transports(found: dict[str, Any]) -> str:
+    """Of the jobs that were run, where that was noted."""
+    told = [*found.get("arms", []), found.get("figures", {})]
+    return ", ".join(sorted({t["transport"] for t in told if t.get("transport")}))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_rl_ft.observability.events import Event
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,12 @@ class Aim:
     @property
     def met(self) -> bool:
         return self.value <= self.aim if self.at_most else self.value >= self.aim
+
+
+def transport_of(events: Iterable[Event]) -> str:
+    """By which the policies of a job have reached its engines; empty when it published none."""
+    used = [e.data.get("transport", "") for e in events if e.kind == "publish"]
+    return next((t for t in reversed(used) if t), "")
 
 
 def finish(

@@ -38,7 +38,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from report import Aim, finish
+from report import Aim, finish, transport_of
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "integration")]
@@ -46,8 +46,8 @@ PROBED_JOB = str(ROOT / "tests" / "fakes" / "probed_job.py")
 from job_run import SUPERVISOR, Job  # noqa: E402
 
 from torchtitan_rl_ft.host import process  # noqa: E402
-from torchtitan_rl_ft.observability.events import Event, Kind  # noqa: E402
-from torchtitan_rl_ft.run_folder import write_atomic  # noqa: E402
+from torchtitan_rl_ft.observability.events import Event, Kind, read_events  # noqa: E402
+from torchtitan_rl_ft.run_folder import RunFolder, write_atomic  # noqa: E402
 
 GROUP = "trainer-1"
 LIMIT_S = 180.0
@@ -243,6 +243,7 @@ def restarts(folder: Path, repeats: int, *, engines: bool) -> list[float]:
 def measure(arms: list[str], repeats: int) -> tuple[dict[str, Any], dict[str, Aim]]:
     seconds: dict[str, list[float]] = {}
     phases: dict[str, list[Figures]] = {}
+    transports: set[str] = set()
     with tempfile.TemporaryDirectory() as temp:
         for arm in arms:
             folder = Path(temp) / arm
@@ -254,6 +255,7 @@ def measure(arms: list[str], repeats: int) -> tuple[dict[str, Any], dict[str, Ai
                 seconds[arm], phases[arm] = without(folder, repeats)
             else:
                 seconds[arm] = restarts(folder, repeats, engines=arm == "job")
+            transports.add(transport_of(read_events(RunFolder(folder / "run").events)))
             print(f"{arm:13}" + " ".join(f"{s:7.2f} s" for s in seconds[arm]), flush=True)
     medians = {arm: statistics.median(s) for arm, s in seconds.items()}
     show_phases(phases)
@@ -262,6 +264,7 @@ def measure(arms: list[str], repeats: int) -> tuple[dict[str, Any], dict[str, Ai
         "medians_s": medians,
         "phases_s": {arm: median_phases(p) for arm, p in phases.items()},
         "repeats": repeats,
+        "transport": ", ".join(sorted(transports)),
     }
     aims = {}
     if {"spare", "job"} <= medians.keys():

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.live.arms import LOADS, Arm, config_hash
 from benchmarks.live.driver import DISCARDED, Ran, Restart
 from benchmarks.live.trace import TraceFault
+from benchmarks.report import transport_of
 from torchtitan_rl_ft.journal.ledger_report import LedgerReport
 from torchtitan_rl_ft.observability.ettr import Ettr, measure
 from torchtitan_rl_ft.observability.events import Event, Kind, read_events
@@ -45,6 +46,7 @@ def account(arm: Arm, trace: Sequence[TraceFault], ran: Ran) -> dict[str, Any]:
         **asdict(arm),
         "name": arm.name,
         "mode": LOADS[arm.load].mode,
+        "transport": transport_of(events),
         "trace": [fault.to_json() for fault in trace],
         "wall_s": found.wall_s,
         "startup_s": found.startup_s,

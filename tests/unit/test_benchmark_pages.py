@@ -5,6 +5,8 @@ import json
 import pytest
 
 from benchmarks import pages
+from benchmarks.report import transport_of
+from torchtitan_rl_ft.observability.events import Event, Kind
 
 
 def test_the_page_is_up_to_date():
@@ -13,7 +15,12 @@ def test_the_page_is_up_to_date():
 
 def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
     found = {
-        "figures": {"seconds": {"spare": [1.0, 1.5, 4.0]}, "ratio": 0.25, "name": "not a figure"},
+        "figures": {
+            "seconds": {"spare": [1.0, 1.5, 4.0]},
+            "ratio": 0.25,
+            "name": "not a figure",
+            "transport": "nixl",
+        },
         "tables": [{"title": "Sweep", "head": ["faults", "points"], "rows": [["2 %", "a|b"]]}],
         "aims": {
             "ratio": {"value": 0.25, "aim": 0.2, "met": False},
@@ -35,6 +42,7 @@ def test_a_section_shows_aims_tables_figures_and_the_picture(tmp_path):
         "| 2 % | a\\|b |",
         "![simulated](benchmarks/results/simulated.png)",
         "22 faults",
+        "Policies travelled by nixl.",
     ):
         assert line in text.splitlines(), line
     assert "not a figure" not in text and '"aims"' not in text
@@ -54,3 +62,13 @@ def test_every_benchmark_with_results_says_how_to_run_it():
         scripts = (f"{path.stem}.py", f"{path.stem}/__main__.py")
         if any((pages.ROOT / "benchmarks" / script).exists() for script in scripts):
             assert any(path.stem in command for command in commands), path.name
+
+
+def test_the_transport_is_that_of_the_last_policy():
+    def event(kind, transport):
+        who = {"run": "r", "role": "serving", "name": "serving", "attempt": 1, "pid": 1}
+        return Event(**who, wall_s=1.0, mono_s=1.0, kind=kind, data={"transport": transport})
+
+    initial, trained = event(Kind.PUBLISH, "disk"), event(Kind.PUBLISH, "nixl")
+    assert transport_of([]) == ""
+    assert transport_of([initial, trained, event(Kind.INSTALL, "disk")]) == "nixl"

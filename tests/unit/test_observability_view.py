@@ -496,6 +496,24 @@ def test_summary_of_a_run_that_trains_nothing():
     assert "ETTR" not in text and "steps  " not in text
 
 
+@pytest.mark.parametrize(
+    ("published", "told"),
+    [
+        ([], "nixl"),
+        ([(0, "disk")], "nixl"),
+        ([(0, "disk"), (1, "nixl")], "nixl"),
+        ([(1, "disk")], "disk"),
+    ],
+)
+def test_the_summary_names_the_transport_of_what_was_trained(published, told):
+    """Initial weights are always a folder."""
+    who = {"run": "r", "role": "serving", "name": "serving", "attempt": 1, "pid": 1}
+    who |= {"wall_s": 1.0, "mono_s": 1.0, "kind": Kind.PUBLISH}
+    events = [Event(**who, step=step, data={"transport": by}) for step, by in published]
+    found = summarise(events, [], outcome="complete", total_steps=3, transport="nixl")
+    assert f"transport  {told}" in "\n".join(render(found, "/run"))
+
+
 def test_summary_of_a_run_without_a_step():
     found = summarise([], [], outcome="stopped", total_steps=10, transport="disk")
     text = "\n".join(render(found, "/run"))

@@ -85,8 +85,9 @@ def summarise(
     transport: str,
     unread: Sized = (),
 ) -> Summary:
-    """`transport` is the configured one, empty when nothing is published; what the publishing
-    role reported goes before. `unread`: the lines that were no event, once `events` is at its end.
+    """`transport` is the configured one, empty when nothing is published; what serving reported of
+    a policy that was trained goes before. `unread`: the lines that were no event, once `events` is
+    at its end.
     """
     outages = Outages()
     kept, accounts = _taken(events, outages)
@@ -101,7 +102,8 @@ def summarise(
     rewards = {int(r["step"]): float(r["reward/mean"]) for r in rewarded}
     if not rows:  # nobody trained
         rewards = {s: d["reward"] for s, d in sorted(dumps.items()) if d["reward"] is not None}
-    used = [e.data["transport"] for e in life if "transport" in e.data]
+    trained = [e for e in life if e.kind is Kind.PUBLISH and e.step]  # initial weights are a folder
+    used = [e.data["transport"] for e in trained if "transport" in e.data]
     return Summary(
         outcome=outcome,
         steps=max((int(r["step"]) for r in rows), default=0),
