@@ -3,7 +3,6 @@ ends with the session, whoever ends that. Engines are fakes."""
 
 from __future__ import annotations
 
-import base64
 import os
 import signal
 import time
@@ -12,107 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TOKEN, ServingRole, end_sessions, fake_engine_program, start_serving
-from policies import write_policy
+from conftest import ServingRole, fake_engine_program
+from relay_run import LIMIT_S, RelayRun
 
-from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.exit_codes import ExitCode
-from torchtitan_rl_ft.rpc.client import RoleClient
 from torchtitan_rl_ft.run_folder import ProcessId
-from torchtitan_rl_ft.weights.holder import launch
-from torchtitan_rl_ft.weights.holder.settings import HolderSettings
-from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
-from torchtitan_rl_ft.weights.manifest import read_manifest
 
 pytest.importorskip("nixl_cu13", reason="weights over UCX need the extra ucx")
-
-LIMIT_S = 60.0
 pytestmark = pytest.mark.timeout(180)
 
 
-class Run:
-    """Serving roles, one after the other, and the source of a trainer that outlives them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.memory = folder, folder / "memory"
-        self.memory.mkdir()
-        self._engine_program = fake_engine_program(folder)
-        self._roles: list[ServingRole] = []
-        self.weights = {"memory_folder": str(self.memory), "piece_mb": 1}
-        self._settings = HolderSettings(
-            "trainer-0.0",
-            "source",
-            "sources",
-            WeightsSection(**self.weights),
-            ProcessId.current(),
-            run_folder=str(folder),
-        )
-        log = folder / "source.log"
-        self.source = launch.start(self._settings, token=TOKEN, log=log, env=dict(os.environ))
-
-    def start(self, **rollout: Any) -> ServingRole:
-        settings = {
-            "engines": 1,
-            "engine_python": self._engine_program,
-            "engine_start_timeout_s": 20.0,
-            "install_timeout_s": 20.0,
-            "cleanup_timeout": 5.0,
-            "weight_transport": "nixl",
-            **rollout,
-        }
-        self._roles.append(start_serving(self.folder, weights=self.weights, **settings))
-        return self._roles[-1]
-
-    def publish(self, role: ServingRole, step: int, **fields: Any) -> dict[str, Any]:
-        folder, _ = write_policy(self.folder / "trainer", role.model, step)
-        manifest = read_manifest(folder)
-        image = Image({n: (t.dtype, t.shape) for n, t in manifest.tensors.items()})
-        self._offer(folder, image)
-        body = {
-            "step": manifest.step,
-            "token": manifest.token,
-            "layout_digest": image.layout_digest,
-            "nbytes": image.nbytes,
-            "wait": "all",
-            "deadline_s": LIMIT_S,
-        }
-        return role.client.post("/v1/publish", body, deadline_s=LIMIT_S + 5)
-
-    def _offer(self, folder: Path, image: Image) -> None:
-        def url() -> str | None:
-            found = launch.address(self._settings)
-            return found.url if found is not None else None
-
-        client = RoleClient("source", url, TOKEN)
-        manifest = read_manifest(folder)
-        key = {"step": manifest.step, "token": manifest.token}
-        header = base64.b64encode(image.header).decode()
-        asked = {**key, "header": header}
-        file = client.post("/v1/reserve", asked, deadline_s=LIMIT_S)["file"]
-        with open(file, "r+b") as f:
-            f.write((folder / WEIGHTS_FILE).read_bytes())
-        ranges = [[len(image.header), image.nbytes]]
-        offer = {**key, "file": file, "ranges": ranges, "assets": str(folder)}
-        client.post("/v1/offer", offer, deadline_s=LIMIT_S)
-        client.close()
-
-    def relay_memory(self) -> list[Path]:
-        return [p for p in self.memory.glob("*/*/relay-0") if p.is_dir()]
-
-    def close(self) -> None:
-        for role in self._roles:
-            if role.process.poll() is None:
-                role.process.send_signal(signal.SIGTERM)
-                role.process.wait(30)
-            role.client.close()
-        end_sessions(self.folder)
-        self.source.send(signal.SIGKILL)
-
-
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RelayRun]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    made = Run(tmp_path)
+    made = RelayRun(
+        tmp_path,
+        engines=1,
+        engine_python=fake_engine_program(tmp_path),
+        engine_start_timeout_s=20.0,
+        install_timeout_s=20.0,
+        cleanup_timeout=5.0,
+    )
     try:
         yield made
     finally:
@@ -135,7 +54,7 @@ def until(found: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
 @pytest.mark.row("D2")
 @pytest.mark.row("D5")
 def test_a_killed_role_leaves_the_version_in_memory_and_the_next_one_goes_on_with_it(
-    run: Run,
+    run: RelayRun,
 ) -> None:
     first = run.start()
     assert run.publish(first, 1)["version"] == 1
@@ -162,7 +81,7 @@ def test_a_killed_role_leaves_the_version_in_memory_and_the_next_one_goes_on_wit
     assert not run.relay_memory(), "it ended with the session"
 
 
-def test_memory_of_a_session_that_its_warden_ends_is_free(run: Run) -> None:
+def test_memory_of_a_session_that_its_warden_ends_is_free(run: RelayRun) -> None:
     role = run.start(retain_ttl=1.0)
     run.publish(role, 1)
     role.process.kill()
@@ -170,7 +89,9 @@ def test_memory_of_a_session_that_its_warden_ends_is_free(run: Run) -> None:
     until(lambda: not run.relay_memory())
 
 
-def test_settings_that_nixl_cannot_work_with_end_the_role_with_one_clear_error(run: Run) -> None:
+def test_settings_that_nixl_cannot_work_with_end_the_role_with_one_clear_error(
+    run: RelayRun,
+) -> None:
     """A job tries NIXL before it starts anything; a role that was started by hand meets it here."""
     run.weights["ucx_devices"] = "nope0"
     role = run.start()
