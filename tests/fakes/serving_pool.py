@@ -31,11 +31,12 @@ from torchtitan_rl_ft.serving.launch import (
     make_scratch,
     stream_arguments,
 )
-from torchtitan_rl_ft.serving.relays import RelaySetup, Start
+from torchtitan_rl_ft.serving.relays import RelaySetup
 from torchtitan_rl_ft.serving.requests import GenerateRequest
 from torchtitan_rl_ft.serving.routes import Routes
 from torchtitan_rl_ft.serving.service import ServingService
 from torchtitan_rl_ft.weights.engine_hashes import cpu_hash
+from torchtitan_rl_ft.weights.holder.launch import Start
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.proof import EngineLayout
 from torchtitan_rl_ft.weights.transports.disk import DiskTransport

@@ -26,9 +26,9 @@ from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.serving.kept_child import ChildFailed
-from torchtitan_rl_ft.serving.relays import Start
 from torchtitan_rl_ft.serving.releases import Announcement, PublishRefused
 from torchtitan_rl_ft.weights.holder import launch
+from torchtitan_rl_ft.weights.holder.launch import Start
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import read_manifest

@@ -7,10 +7,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
@@ -49,14 +49,6 @@ REFUSED = frozenset({400, 422})
 """What a relay answers when the version is not what was announced: no other try helps."""
 
 
-class Start(Protocol):
-    """Starts a holder (weights/holder/launch.py). Raises OSError."""
-
-    def __call__(
-        self, settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
-    ) -> process.Child: ...
-
-
 @dataclass(frozen=True)
 class RelaySetup:
     """`run_id` names the relays' memory; it stays when serving is started anew, and what they held
@@ -66,7 +58,7 @@ class RelaySetup:
     run_id: str
     token: str
     owner: Callable[[], ProcessId]
-    start: Start = launch.start
+    start: launch.Start = launch.start
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host import process
@@ -46,14 +46,6 @@ def remove_memory(run: RunFolder, weights: WeightsSection) -> None:
     remove_run(weights.memory_folder, sources_run_id(run))
 
 
-class Start(Protocol):
-    """Starts a holder (weights/holder/launch.py). Raises OSError."""
-
-    def __call__(
-        self, settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
-    ) -> process.Child: ...
-
-
 class Source:
     """`ensure` is for the main thread: the kernel ends the process with the thread that started it.
     `post` may come from another one."""
@@ -65,7 +57,7 @@ class Source:
         replica_id: int,
         rank: int,
         token: str,
-        start: Start = launch.start,
+        start: launch.Start = launch.start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         owner = Owner.from_environment()

@@ -19,17 +19,6 @@ from torchtitan_rl_ft.weights.tensor_files import ITEM_BYTES, MAX_HEADER_BYTES, 
 
 WEIGHTS_FILE = "model.safetensors"
 
-ASSET_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-)
-"""The small files of a policy's folder that go with its weights."""
-
 METADATA = "__metadata__"  # safetensors' own key
 
 

@@ -18,7 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_rl_ft.run_folder import fsync_dir
-from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image
+from torchtitan_rl_ft.weights.assets import copy_assets
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import Manifest, TensorEntry, write_manifest
 from torchtitan_rl_ft.weights.shards import DTYPES
 
@@ -60,7 +61,7 @@ def publish(
     target.parent.mkdir(parents=True, exist_ok=True)
     temp = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
     try:
-        _copy_assets(assets, temp)
+        copy_assets(assets, temp)
         entries, size = _write_safetensors(temp / WEIGHTS_FILE, tensors, dtype, buffer_bytes)
         manifest = Manifest.build(step=step, token=token, tensors=entries)
         digest = write_manifest(temp, manifest)
@@ -136,9 +137,3 @@ def _write_safetensors(
 def image_of(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None) -> Image:
     """Where `publish` puts each byte."""
     return Image({n: (DTYPES[dtype or t.dtype], list(t.shape)) for n, t in tensors.items()})
-
-
-def _copy_assets(assets: Path, target: Path) -> None:
-    for name in ASSET_FILES:
-        if (assets / name).exists():
-            shutil.copy2(assets / name, target / name)

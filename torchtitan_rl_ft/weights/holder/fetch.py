@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchtitan_rl_ft.weights.assets import ASSET_FILES
 from torchtitan_rl_ft.weights.holder.agent import NixlError
 from torchtitan_rl_ft.weights.holder.client import HolderClient, HolderError, Offer
 from torchtitan_rl_ft.weights.holder.directory import (
@@ -26,7 +27,7 @@ from torchtitan_rl_ft.weights.holder.receive import ReceiveFailed, Receiver
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.holder.tensor_hashes import TensorHashes
 from torchtitan_rl_ft.weights.holder.versions import Version
-from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image, ImageInvalid
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image, ImageInvalid
 from torchtitan_rl_ft.weights.manifest import (
     MANIFEST_FILE,
     Manifest,

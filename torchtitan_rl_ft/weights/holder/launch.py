@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from torchtitan_rl_ft.host import process
 from torchtitan_rl_ft.run_folder import TOKEN_ENV, ProcessId, write_atomic
@@ -36,6 +37,14 @@ class HolderAddress:
     @property
     def id(self) -> ProcessId:
         return ProcessId(self.pid, self.start_time)
+
+
+class Start(Protocol):
+    """As `start`, which it may stand for. Raises OSError."""
+
+    def __call__(
+        self, settings: HolderSettings, *, token: str, log: Path, env: Mapping[str, str]
+    ) -> process.Child: ...
 
 
 def start(

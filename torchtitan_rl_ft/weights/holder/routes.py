@@ -14,6 +14,7 @@ import psutil
 from aiohttp import web
 
 from torchtitan_rl_ft.rpc.server import RequestError, json_body
+from torchtitan_rl_ft.weights.assets import ASSET_FILES
 from torchtitan_rl_ft.weights.holder import client
 from torchtitan_rl_ft.weights.holder.agent import NixlError
 from torchtitan_rl_ft.weights.holder.client import Offer
@@ -27,7 +28,7 @@ from torchtitan_rl_ft.weights.holder.reporter import Reporter
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings, Key
 from torchtitan_rl_ft.weights.holder.shelf import NotReserved, Shelf
 from torchtitan_rl_ft.weights.holder.versions import Version
-from torchtitan_rl_ft.weights.image import ASSET_FILES, Image, ImageInvalid
+from torchtitan_rl_ft.weights.image import Image, ImageInvalid
 from torchtitan_rl_ft.weights.manifest import MANIFEST_FILE
 from torchtitan_rl_ft.weights.pieces import Range, clip, contains, merge
 

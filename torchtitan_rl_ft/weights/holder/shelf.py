@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+from torchtitan_rl_ft.weights.assets import copy_assets
 from torchtitan_rl_ft.weights.holder.files import (
     HolderFiles,
     note_pieces,
@@ -21,7 +22,7 @@ from torchtitan_rl_ft.weights.holder.mapping import Mappings
 from torchtitan_rl_ft.weights.holder.push import Pusher
 from torchtitan_rl_ft.weights.holder.settings import Key, Kind
 from torchtitan_rl_ft.weights.holder.versions import Version, read_image, write_header
-from torchtitan_rl_ft.weights.image import ASSET_FILES, WEIGHTS_FILE, Image, ImageInvalid
+from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image, ImageInvalid
 from torchtitan_rl_ft.weights.manifest import WeightsInvalid, read_manifest
 from torchtitan_rl_ft.weights.pieces import Piece, Range, cut
 
@@ -112,7 +113,7 @@ class Shelf:
             if self._reserved.get(key) is not version:
                 raise NotReserved(given_up)
             if assets is not None:
-                _copy_assets(assets, version.folder)
+                copy_assets(assets, version.folder)
             version.pieces = [Piece(*c, h) for c, h in zip(cuts, hashes, strict=True)]
             note_pieces(version.folder, version.pieces)
             self._versions[key] = self._reserved.pop(key)
@@ -217,12 +218,6 @@ class Shelf:
 def _same(known: dict[Key, Version], key: Key, image: Image) -> Version | None:
     version = known.get(key)
     return version if version and version.image.layout_digest == image.layout_digest else None
-
-
-def _copy_assets(assets: Path, folder: Path) -> None:
-    for name in ASSET_FILES:
-        if (assets / name).exists():
-            shutil.copyfile(assets / name, folder / name)
 
 
 def _manifest_digest(version: Version) -> str | None:
