@@ -266,6 +266,7 @@ class Link:
         _ip("-n", self.netns, "neigh", "del", self.here_ip, "dev", self.there)
 
     def __exit__(self, *exc: object) -> None:
+        _ip("link", "del", self.here)  # a namespace takes its own time
         _ip("netns", "del", self.netns)
 
 
@@ -279,13 +280,14 @@ def _has_namespaces() -> bool:
     return subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode == 0
 
 
+@OVER
 @pytest.mark.skipif(not _has_namespaces(), reason="needs root and network namespaces")
-async def test_a_link_that_is_cut_ends_a_push_on_both_sides(tmp_path):
+async def test_a_link_that_is_cut_ends_a_push_on_both_sides(tmp_path, tls):
     policy = Policy.make(MIB)
     with Link() as link:
         async with holder_site(tmp_path, link.here_ip) as site:
-            here = {"ucx_tls": "tcp", "ucx_devices": link.here, "host": link.here_ip}
-            there = {"ucx_tls": "tcp", "ucx_devices": link.there, "host": link.there_ip}
+            here = {"ucx_tls": tls, "ucx_devices": link.here, "host": link.here_ip}
+            there = {"ucx_tls": tls, "ucx_devices": link.there, "host": link.there_ip}
             source = await site.start("trainer-0.0", "source", **here)
             await site.offer(source, policy)
             site.want(policy)
@@ -296,6 +298,7 @@ async def test_a_link_that_is_cut_ends_a_push_on_both_sides(tmp_path):
             source.thaw()
             await until_push_failed(source)
             await site.fetch(near, policy)  # its holder is free again
+            await until(lambda: "no piece came for 2 s" in site.log(far))
             link.mend()
             await fetching
             path = file_of(far)
