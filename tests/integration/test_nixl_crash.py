@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -44,6 +43,7 @@ pytestmark = [pytest.mark.row("D10"), pytest.mark.timeout(180)]
 
 OVER = pytest.mark.parametrize("tls", ["", "tcp"], ids=["default", "tcp"])
 MIB = 24
+SLOWER_S, LONGEST_SLICE_S = 0.0001, 0.002
 PATIENT_S = 20.0  # of a receiver that is told by its holder when to give up
 
 
@@ -92,9 +92,15 @@ async def caught_half_way(site: Site, giver: Holder, taker: Holder, policy: Poli
     assert not fetching.done(), fetching.result()
     path = file_of(taker)
     assert path is not None
-    seen = Seen(path, policy)
-    await until(lambda: seen.probes() > 4)
+    seen, slice_s = Seen(path, policy), 0.0
     giver.stop()
+    while seen.probes() <= 4:  # in slow motion: all of it takes 10 ms
+        assert not fetching.done(), fetching.result()
+        giver.thaw()
+        time.sleep(slice_s)
+        giver.stop()
+        await asyncio.sleep(0.001)
+        slice_s = min(slice_s + SLOWER_S, LONGEST_SLICE_S)
     assert seen.probes() < 64, "the push was over: a larger image is needed"
     return fetching
 
@@ -213,15 +219,19 @@ async def test_a_frozen_holder_is_left_and_writes_nothing_when_it_wakes(tmp_path
         mark = b"\xa5" * policy.image.nbytes
         path.write_bytes(mark)
         first.thaw()
-        await until_push_failed(first)
+        await until_pushes(first, ("failed",))
         assert path.read_bytes() == mark
         assert taker.child.returncode is None and first.child.returncode is None
 
 
-async def until_push_failed(holder: Holder, limit_s: float = 30.0) -> None:
+async def until_pushes(holder: Holder, ended: tuple[str, ...], limit_s: float = 30.0) -> None:
+    """Until one has ended in one of these ways."""
     end_s = time.monotonic() + limit_s
-    while (await holder.client.status(5.0))["pushes"]["failed"] < 1:
-        assert time.monotonic() < end_s
+    while True:
+        pushes = (await holder.client.status(5.0))["pushes"]
+        if any(pushes[how] for how in ended):
+            return
+        assert time.monotonic() < end_s, pushes
         await asyncio.sleep(0.05)
 
 
@@ -296,7 +306,9 @@ async def test_a_link_that_is_cut_ends_a_push_on_both_sides(tmp_path, tls):
             fetching = await caught_half_way(site, source, far, policy)
             link.cut()
             source.thaw()
-            await until_push_failed(source)
+            # By UCX's own choice bytes go past the link, on one machine: what is lost then is word
+            # of them, and the holder may be done.
+            await until_pushes(source, ("failed",) if tls == "tcp" else ("failed", "done"))
             await site.fetch(near, policy)  # its holder is free again
             await until(lambda: "no piece came for 2 s" in site.log(far))
             link.mend()
@@ -453,13 +465,15 @@ WARM_UP = 3
 
 
 async def at_rest(holder: Holder, limit_s: float = 30.0) -> dict:
-    """Its process when the agent for the next push of a relay, which is made beside other work, is
-    there."""
+    """The process of a relay when what is done beside other work is done: agents of pushes that
+    are over are dropped, the one for the next push is there."""
     end_s = time.monotonic() + limit_s
-    while not (status := await holder.client.status(5.0))["agent_ahead"]:
-        assert holder.settings.kind == "relay" and time.monotonic() < end_s, status
+    while True:
+        status = await holder.client.status(5.0)
+        if status["receiver"] == {"open": 0, "agent_ahead": True}:
+            return status["process"]
+        assert time.monotonic() < end_s, status
         await asyncio.sleep(0.02)
-    return status["process"]
 
 
 def has_not_grown(before: dict, now: dict) -> None:
@@ -616,39 +630,6 @@ async def test_a_push_that_cannot_be_is_refused_before_anything_is_written(tmp_p
                 assert path.read_bytes()[start:end] == policy.data[start:end]
         finally:
             await peer.kill()
-
-
-async def test_a_receiver_with_another_library_is_told_so(tmp_path, monkeypatch):
-    """It gets nothing, keeps what it has, and its holder serves the next one."""
-    old, new = Policy.make(2), Policy.make(2, step=2)
-    version = metadata.version("nixl-cu13")
-    other = tmp_path / "other" / "nixl_cu13-0.0.1.dist-info"
-    other.mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-cu13\nVersion: 0.0.1\n")
-    async with holder_site(tmp_path) as site:
-        [source] = await givers(site, old, 1, "")
-        same = await site.start("relay-0", "relay")
-        kept = await site.fetch(same, old)
-        same.kill()
-        await same.child.wait()
-        site.book.gone(same.name)
-        with monkeypatch.context() as changed:
-            path = [str(other.parent), *(p for p in sys.path if p)]
-            changed.setenv("PYTHONPATH", os.pathsep.join(path))
-            differs = await site.start("relay-0", "relay")
-        await site.offer(source, new)
-        site.want(new)
-        with pytest.raises(HolderError) as told:
-            await site.fetch(differs, new, 3.0)
-        assert told.value.status == 502
-        assert str(told.value) == (
-            f"step 2 (abcdef01) did not come whole within 3 s: {new.image.nbytes} of "
-            f"{new.image.nbytes} bytes are missing (trainer-0.0: the receiver has nixl-cu13 0.0.1, "
-            f"this holder nixl-cu13 {version}: install the same version everywhere)"
-        )
-        assert Path(kept.path, "model.safetensors").read_bytes() == old.data
-        other_relay = await site.start("relay-1", "relay")
-        await site.fetch(other_relay, new)
 
 
 async def test_ports_that_are_used_up_are_named_and_nothing_is_lost(tmp_path):

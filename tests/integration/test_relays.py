@@ -444,6 +444,29 @@ async def test_what_is_no_policy_of_this_job_is_refused_and_nothing_is_lost(
         await pool.until(lambda: serving(pool, 2) == 1, LIMIT_S)
 
 
+@pytest.mark.skipif("nixl" not in HOLDERS, reason="weights over UCX need the extra ucx")
+async def test_a_trainer_with_another_library_is_told_so(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other" / "nixl_cu13-0.0.1.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl-cu13\nVersion: 0.0.1\n")
+    weights = {"fetch_timeout_s": 6.0}
+    async with open_pool(
+        tmp_path, model, weights=weights, start_holder=launch.start, engines=1
+    ) as pool:
+        await ready(pool)
+        path = [str(other.parent), *(p for p in sys.path if p)]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        async with source(pool, start=launch.start) as trainer:
+            folder = policy(pool, 1)
+            await trainer.offer(folder)
+            status, answer = await publish(pool, folder, deadline_s=LIMIT_S)
+            assert status == 503, answer
+            assert "did not come whole" in answer["error"]
+            assert "this holder nixl-cu13 0.0.1: install the same version" in answer["error"]
+
+
 async def test_what_nobody_holds_is_to_be_asked_again(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,9 @@ LOST_S = 8.0
 """A version that nobody could give for so long is lost: longer than a holder needs to be started
 again and to tell what it has."""
 
+TELLS_WHY_S = 2.0
+"""Of the time for a version: a relay that does not get it has to say why before that is over."""
+
 RETRY_S = 0.2
 LONGEST_RETRY_S = 5.0
 
@@ -214,7 +217,11 @@ class Relay:
                 client = HolderClient(site.http, self._url, site.setup.token)
                 asking = asyncio.create_task(
                     client.fetch(
-                        wanted.key, wanted.layout_digest, wanted.nbytes, left_s, manifest_digest
+                        wanted.key,
+                        wanted.layout_digest,
+                        wanted.nbytes,
+                        max(left_s - TELLS_WHY_S, left_s / 2),
+                        manifest_digest,
                     )
                 )
                 try:

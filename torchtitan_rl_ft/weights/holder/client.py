@@ -19,6 +19,10 @@ OTHER_POLICY = 422
 NO_MEMORY = 507
 OTHER_MODEL = OTHER_LIBRARY = 412
 NOT_ABLE = 503
+
+ANSWER_S = 5.0
+"""A relay ends a fetch by itself in time, and says why, however much its machine has to do."""
+
 NOTHING_WRITTEN = (400, 401, 404, BUSY, OTHER_MODEL, OTHER_LIBRARY, NOT_ABLE)
 """Answers to a push that was refused: nothing was, or will be, written."""
 
@@ -95,8 +99,7 @@ class HolderClient:
             "timeout_s": timeout_s,
             "manifest_digest": manifest_digest,
         }
-        # The relay ends at `timeout_s` itself, and says why.
-        answer = await self._ask("POST", "/v1/fetch", timeout_s + 1.0, json=body)
+        answer = await self._ask("POST", "/v1/fetch", timeout_s + ANSWER_S, json=body)
         return Fetched(**{k: answer[k] for k in Fetched.__dataclass_fields__})
 
     async def pieces(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
 
 from torchtitan_rl_ft.weights.holder.agent import Agent, AgentAhead, NixlError
 from torchtitan_rl_ft.weights.holder.client import NOTHING_WRITTEN, HolderError, Offer
@@ -123,15 +124,16 @@ class Receiver:
         self._addresses_left = addresses_lost
         self._worn = asyncio.Event()
         self._endings: set[asyncio.Future[None]] = set()
+        self._open: set[Landing] = set()
 
     def prepare(self) -> None:
         """So that the first push need not wait for what the next ones find."""
         self._agents.prepare()
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the agent of the next push is there."""
-        return self._agents.is_ready
+    def to_json(self) -> dict[str, Any]:
+        """What takes descriptors now: pushes whose memory is still open, and whether the agent of
+        the next one is there."""
+        return {"open": len(self._open), "agent_ahead": self._agents.is_ready}
 
     async def wear(self) -> None:
         """For as long as it can be used. Raises WornOut."""
@@ -164,6 +166,7 @@ class Receiver:
         file, ranges = version.file, [p.range for p in parts]
         loop = asyncio.get_running_loop()
         landing = await self._landing(file.path, file.nbytes, ranges)
+        self._open.add(landing)
         news: asyncio.Queue[Range | asyncio.Future[None]] = asyncio.Queue()
 
         def arrived(piece: Range) -> None:
@@ -214,7 +217,9 @@ class Receiver:
         asyncio.get_running_loop().call_later(CLOSE_DELAY_S, self._close_now, landing)
 
     def _close_now(self, landing: Landing) -> None:
-        self._pushes.submit(landing.close).add_done_callback(_tell)
+        closing = self._pushes.submit(landing.close)
+        closing.add_done_callback(lambda _: self._open.discard(landing))
+        closing.add_done_callback(_tell)
 
     async def _collect(
         self,
@@ -282,7 +287,10 @@ class Receiver:
         if is_over:
             self._close(landing)
         else:
-            await asyncio.get_running_loop().run_in_executor(self._pushes, landing.abandon)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._pushes, landing.abandon)
+            finally:
+                self._open.discard(landing)
 
 
 def _tell(closing: Future[None]) -> None:

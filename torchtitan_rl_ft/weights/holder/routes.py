@@ -216,7 +216,7 @@ class Routes:
                 "held": [v.report(with_pieces=False) for v in self._shelf.held],
                 "pushes": self._pusher.counts(),
                 "fetches": {**self._fetches.counts(), "abandoned": self._receiver.abandoned},
-                "agent_ahead": self._receiver.is_prepared,
+                "receiver": self._receiver.to_json(),
                 "process": {
                     "pid": os.getpid(),
                     "descriptors": process.num_fds(),
