@@ -369,6 +369,28 @@ async def test_all_relays_are_not_waited_for_when_one_cannot_get_the_version(
         assert "as told" in pool.service.status()["relays"][1]["problem"]
 
 
+async def test_a_trainer_goes_on_with_the_first_relay_or_with_all(
+    tmp_path: Path, model: Path
+) -> None:
+    async with (
+        open_pool(tmp_path, model, weights={"holders": 2}, engines=1) as pool,
+        source(pool) as trainer,
+    ):
+        await ready(pool)
+        slow = (await until(pool, lambda all_: shown(all_, "relay-1")))["url"]
+        await ask(pool, slow, "/fault", {"fetch_status": 410})
+        folder = policy(pool, 1)
+        await trainer.offer(folder)
+        status, answer = await publish(pool, folder, wait="none", wait_relays="first")
+        assert (status, answer["relays"]) == (200, ["relay-0"])
+        waiting = asyncio.create_task(publish(pool, folder, wait="none", wait_relays="all"))
+        await asyncio.wait({waiting}, timeout=1.0)
+        assert not waiting.done()
+        await ask(pool, slow, "/fault", {"fetch_status": 0})
+        status, answer = await waiting
+        assert (status, answer["relays"]) == (200, ["relay-0", "relay-1"])
+
+
 async def test_a_relay_that_hangs_is_replaced(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

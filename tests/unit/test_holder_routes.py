@@ -41,15 +41,15 @@ FETCH = {
 class Bench:
     """A holder's routes; nothing behind them can be reached by a bad request."""
 
-    def __init__(self, tmp_path, checks):
+    def __init__(self, tmp_path, checks, kind="relay"):
         weights = WeightsSection(memory_folder=str(tmp_path))
         settings = HolderSettings(
-            "h", "relay", "run", weights, ProcessId.current(), serving_url="http://x"
+            "h", kind, "run", weights, ProcessId.current(), serving_url="http://x"
         )
         settings.folder.mkdir(parents=True)
         self.agent = FakeAgent()
         pusher = Pusher(lambda: self.agent)
-        self.shelf = Shelf("relay", HolderFiles(settings), pusher, checks, 256)
+        self.shelf = Shelf(kind, HolderFiles(settings), pusher, checks, 256)
         unreachable = object()
         self.routes = Routes(
             settings,
@@ -85,10 +85,19 @@ async def test_a_good_push_is_made(bench):
     assert await ask(bench, "/v1/push", PUSH) == (200, {"bytes": IMAGE.nbytes})
 
 
-async def test_every_route_needs_the_token(bench):
-    for route in bench.routes:
-        async with bench.http.request(route.method, bench.url + route.path) as response:
-            assert response.status == 401, route.path
+@pytest.mark.parametrize("kind", ["relay", "source"])
+@pytest.mark.scenario("S-2")
+async def test_every_route_needs_the_token(tmp_path, kind):
+    with ThreadPoolExecutor(1) as checks:
+        routes = Bench(tmp_path, checks, kind).routes
+        url, runner = await server.start(server.make_app(TOKEN, routes), grace_s=0.1)
+        async with aiohttp.ClientSession() as http:
+            for route in routes:
+                for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+                    ask = http.request(route.method, url + route.path, headers=headers)
+                    async with ask as response:
+                        assert response.status == 401, route.path
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,11 @@ from torchtitan_rl_ft.trainer import offers as offers_module  # noqa: E402
 from torchtitan_rl_ft.trainer import source as source_module  # noqa: E402
 from torchtitan_rl_ft.trainer.group_link import GroupLink  # noqa: E402
 from torchtitan_rl_ft.trainer.offers import Offered, Offers  # noqa: E402
-from torchtitan_rl_ft.trainer.publishing import Announcer, HolderPublisher  # noqa: E402
+from torchtitan_rl_ft.trainer.publishing import (  # noqa: E402
+    Announcer,
+    HolderPublisher,
+    PublishSettings,
+)
 from torchtitan_rl_ft.trainer.source import Source, remove_memory  # noqa: E402
 from torchtitan_rl_ft.weights.holder import launch  # noqa: E402
 from torchtitan_rl_ft.weights.holder.settings import Key  # noqa: E402
@@ -261,6 +265,12 @@ def test_the_duty_announces_the_layout_when_the_version_is_offered(rank):
     assert body["wait_relays"] == "first" and "path" not in body
     made.offer(*V2)
     assert len(serving.asked) == 1
+
+
+@pytest.mark.parametrize("sync, relays", [(True, "all"), (False, "first")])
+def test_who_needs_the_next_batch_from_the_new_policy_waits_for_all_relays(tmp_path, sync, relays):
+    settings = PublishSettings("nixl", tmp_path, 1 << 20, 0, sync)
+    assert settings.wait_relays == relays
 
 
 @pytest.mark.row("I7")

@@ -208,6 +208,10 @@ class PublishSettings:
     replica_id: int
     sync: bool
 
+    @property
+    def wait_relays(self) -> Literal["first", "all"]:
+        return "all" if self.sync else "first"
+
 
 def make_publisher(
     settings: PublishSettings,
@@ -232,5 +236,4 @@ def make_publisher(
     with contextlib.suppress(OSError):  # the first offer tries again, and tells
         source.ensure()  # it gets ready while the rank does
     offers = Offers(source, link, settings.assets, settings.buffer_bytes)
-    wait_relays: Literal["first", "all"] = "all" if settings.sync else "first"
-    return HolderPublisher(weights, announcer, link, offers, wait_relays=wait_relays)
+    return HolderPublisher(weights, announcer, link, offers, wait_relays=settings.wait_relays)

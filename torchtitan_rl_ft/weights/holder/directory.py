@@ -38,7 +38,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Answer:
     """The directory's answer to a report: what to `keep`, and whose pieces it knows."""
 
     keep: set[Key]
@@ -55,7 +55,7 @@ class DirectoryClient:
         self._http, self._find_url = http, find_url
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    async def report(self, body: dict[str, Any], timeout_s: float) -> Wanted:
+    async def report(self, body: dict[str, Any], timeout_s: float) -> Answer:
         """Raises Replaced."""
         try:
             answer = await self._post("/v1/holders", body, timeout_s)
@@ -64,7 +64,7 @@ class DirectoryClient:
                 raise Replaced(str(e)) from None
             raise
         try:
-            return Wanted(
+            return Answer(
                 {Key(int(s), str(t)) for s, t in answer["keep"]},
                 {Key(int(s), str(t)) for s, t in answer["known"]},
             )

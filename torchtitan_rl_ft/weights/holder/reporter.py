@@ -60,12 +60,12 @@ class Reporter:
         reported = {Key(v["step"], v["token"]) for v in held}
         try:
             body = {**self._who, "url": url, "held": held}
-            wanted = await self._directory.report(body, REPORT_TIMEOUT_S)
+            answer = await self._directory.report(body, REPORT_TIMEOUT_S)
         except DirectoryError as e:
             if str(e) != self._trouble:
                 logger.warning("the directory of holders was not told: %s", e)
             self._trouble = str(e)
             return
         self._trouble = ""
-        self._known, self._told = wanted.known, reported
-        self._shelf.prune(wanted.keep)
+        self._known, self._told = answer.known, reported
+        self._shelf.prune(answer.keep)
