@@ -256,9 +256,6 @@ class Directory:
     def newest(self) -> Wanted | None:
         return next(reversed(self._wanted.values()), None)
 
-    def wanted(self, key: Key) -> Wanted | None:
-        return self._wanted.get(key)
-
     def whole(self, key: Key, now_s: float) -> list[str]:
         """Relays that have all of it, and were heard of lately."""
         wanted = self._wanted.get(key)

@@ -83,13 +83,6 @@ class HolderBook:
     def newest(self) -> Wanted | None:
         return self._directory.newest
 
-    def wanted(self, key: Key) -> Wanted | None:
-        return self._directory.wanted(key)
-
-    def whole(self, key: Key) -> list[str]:
-        """Relays that hold all of it."""
-        return self._directory.whole(key, self._clock())
-
     def held(self, name: str) -> set[Key]:
         """Versions that a holder has told to have all of."""
         return self._directory.held(name)

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,9 +328,6 @@ class Relays:
 
     def of_engine(self, slot: int) -> Relay:
         return self._relays[slot % len(self._relays)]
-
-    def __iter__(self) -> Iterator[Relay]:
-        return iter(self._relays)
 
     async def run(self, serving_url: str) -> None:
         """Until cancelled; then their memory is free. Raises ChildFailed."""
