@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class WeightsSection:
     holders: int = 1
     """Processes beside the engines that hold policy versions in memory and hand them on. One per
-    node is right; more on one node are for tests and benchmarks. Engine n belongs to n mod
-    holders."""
+    node is right; more on one node are for tests and benchmarks. Engine n takes its weights from
+    number n mod holders."""
 
     host: str = "127.0.0.1"
     """Address of this machine on which holders answer other holders' requests (HTTP)."""
@@ -30,7 +30,7 @@ class WeightsSection:
     """A file system in memory (tmpfs) in which versions are held: two for each holder."""
 
     piece_mb: int = 32
-    """What is pushed, checked and, after a fault, not sent again at once."""
+    """What is pushed and checked at a time; pieces that came whole stay when a later one fails."""
 
     stall_timeout_s: float = 5.0
     """Longest wait for the next piece of a push before another holder is asked."""

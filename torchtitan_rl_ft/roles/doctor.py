@@ -20,7 +20,12 @@ from torchtitan_rl_ft.host.ports import free_of
 from torchtitan_rl_ft.serving.launch import has_accelerator
 from torchtitan_rl_ft.weights.holder.agent import NixlUnavailable, nixl_version
 from torchtitan_rl_ft.weights.transports.choice import TransportUnavailable, choose
-from torchtitan_rl_ft.weights.transports.facts import address_problem, free_bytes, gather
+from torchtitan_rl_ft.weights.transports.facts import (
+    address_problem,
+    free_bytes,
+    gather,
+    port_problem,
+)
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
 
 PACKAGE = "torchtitan_rl_ft"
@@ -67,7 +72,7 @@ def examine(resolved: Resolved) -> Iterator[Finding]:
     yield from transports(resolved, tried)
     yield address(weights)
     yield network(weights)
-    yield ports(weights)
+    yield ports(weights, resolved.sections.fault_tolerance.ranks_per_group)
     yield memory(weights)
     yield copies_between_processes(weights, tried)
 
@@ -149,16 +154,15 @@ def network(weights: WeightsSection) -> Finding:
     return Finding("network", True, f"pinned to {pinned} (weights.ucx_devices), {listed}")
 
 
-def ports(weights: WeightsSection) -> Finding:
+def ports(weights: WeightsSection, ranks: int) -> Finding:
     text = weights.ucx_port_range
     if not text:
         mend = "set weights.ucx_port_range where a firewall is between holders"
         return Finding("ports", None, "not pinned", mend)
+    if (problem := port_problem(weights, ranks)) is not None:
+        return Finding("ports", False, problem)
     free = free_of(weights.ucx_ports)
-    told = f"pinned to {text} (weights.ucx_port_range), {free} of them free"
-    if not free:
-        return Finding("ports", False, told, "all are taken: set weights.ucx_port_range")
-    return Finding("ports", True, told)
+    return Finding("ports", True, f"pinned to {text} (weights.ucx_port_range), {free} of them free")
 
 
 def memory(weights: WeightsSection) -> Finding:
