@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from torchtitan_rl_ft.config.weights import WeightsSection
@@ -89,6 +91,13 @@ def test_too_little_memory_is_said_before_it_is_taken(files):
         files.take(Key(1, "t"), too_much, [(0, too_much)])
     assert not list(files.folder.glob("*step*"))
     files.take(Key(1, "t"), SIZE, ALL)
+
+
+def test_memory_that_the_file_system_promises_but_nobody_has_is_not_taken(files, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=SIZE - 1))
+    with pytest.raises(NoMemory, match=r"no room for step 1 "):
+        files.take(Key(1, "t"), SIZE, ALL)
+    files.take(Key(1, "t"), SIZE // 2, [(0, SIZE // 2)])
 
 
 def test_a_token_never_leads_out_of_the_folder(files):

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from torchtitan_rl_ft.weights.holder.leftovers import (
     LOCK_FILE,
     OWNER_FILE,
@@ -153,7 +155,8 @@ class HolderFiles:
                 return
             needed = sum(end - start for start, end in ranges)
             stat = os.statvfs(self.folder)
-            free = stat.f_bavail * stat.f_frsize
+            # The file system may promise more than there is: the kernel then kills processes.
+            free = min(stat.f_bavail * stat.f_frsize, psutil.virtual_memory().available)
             try:
                 if needed - there > free:
                     raise NoMemory
