@@ -376,10 +376,10 @@ def test_an_engine_killed_while_it_takes_a_version_holds_nobody_up_and_the_next_
     retired = {"subject": "engine-1", "new": "retired"}
     job.wait_for(lambda: job.since(killed_s, Kind.TRANSITION, **retired), "it to be retired")
 
-    taken = lambda: job.since(killed_s, Kind.INSTALL, subject="engine-1")  # noqa: E731
-    job.wait_for(taken, "the version to be with the new one", START_LIMIT_S)
+    installs = {"kind": Kind.INSTALL, "subject": "engine-1"}
+    job.wait_for(lambda: job.since(killed_s, **installs), "the next one", START_LIMIT_S)
     (ready,) = job.since(killed_s, Kind.READY, subject="engine-1")
-    install = taken()[0]
+    install = job.since(killed_s, **installs)[0]
     assert install.data["transport"] == "nixl"
     assert install.version >= max(e.version for e in job.published() if e.mono_s < ready.mono_s)
     # Outside any update round: as soon as it is up, from its relay, which has it.
@@ -443,42 +443,51 @@ def test_a_killed_serving_goes_on_with_what_its_relays_had_in_memory(job: HeldJo
     job.check()
 
 
-def test_a_trainer_killed_between_its_offer_and_the_announcement(job: HeldJob) -> None:
+def test_a_version_that_no_holder_has_any_more_is_offered_by_the_group_that_lives(
+    job: HeldJob,
+) -> None:
     """Serving is stopped from before the commit on: the group with the duty has offered, and cannot
-    announce. The other group, which has offered the same, does it."""
-    before = {name: job.attempts(name) for name in TRAINERS}
+    announce. It is killed, and the other group's source: what that group trains with is left."""
+    attempts = {name: job.attempts(name) for name in TRAINERS}
+    found = None
     for _ in range(10):
         if (found := killed_before_it_announces(job)) is not None:
             break
         job.whole()
     assert found is not None, job.story()
     victim, step, killed_s = found
-    attempts = before[victim]
+    (survivor,) = set(TRAINERS) - {victim}
     job.wait_for(
         lambda: [e for e in job.published(killed_s) if e.step == step],
         f"step {step} to be published",
         LIMIT_S,
     )
     for event in job.wait_fetched(step).values():
-        assert f"{victim}.0" not in event.data["bytes_from"]
-    job.wait_for(lambda: job.attempts(victim) > attempts, f"{victim} to be started again")
+        assert set(event.data["bytes_from"]) <= {f"{survivor}.0", *RELAYS}
+    job.wait_for(lambda: job.attempts(victim) > attempts[victim], f"{victim} to be started again")
+    assert job.attempts(survivor) == attempts[survivor]
     job.check()
 
 
 def killed_before_it_announces(job: HeldJob) -> tuple[str, int, float] | None:
-    """The group, the step and when; None when its source had not hashed in time."""
+    """The group, the step and when; None when serving was stopped too late."""
     serving = job.process_of("serving")
-    victims = {name: job.process_of(name) for name in TRAINERS}
+    trainers = {name: job.process_of(name) for name in TRAINERS}
+    sources = {name: job.source(f"{name}.0") for name in TRAINERS}
     step = wait_phase(job, "forward_backward")
     with frozen(serving):
-        end = time.monotonic() + 4.0  # before the supervisor takes it for dead
-        while time.monotonic() < end:
-            last = {e.name: e for e in job.events(Kind.PHASE) if e.name in TRAINERS}
+        frozen_s = time.monotonic()
+        while time.monotonic() < frozen_s + 4.0:  # before the supervisor takes it for dead
+            last = {e.name: e for e in job.since(frozen_s, Kind.PHASE)}
             # A phase belongs to the step after the last commit.
-            waiting = [n for n, e in last.items() if (e.phase, e.step) == ("publish", step + 1)]
-            if len(waiting) == 1 and all(job.source_folder(n, step) for n in SOURCES):
-                faults.kill(victims[waiting[0]])
-                return waiting[0], step, time.monotonic()
+            at = {last[n].phase: n for n in TRAINERS if n in last and last[n].step == step + 1}
+            victim = at.get("publish")
+            offered = victim is not None and job.source_folder(f"{victim}.0", step) is not None
+            if victim is not None and offered and "waiting_for_batch" in at:
+                faults.kill(trainers[victim])
+                for found in sources.values():
+                    faults.kill(found)
+                return victim, step, time.monotonic()
             time.sleep(0.02)
     return None
 
