@@ -1,5 +1,6 @@
 """Folders of versions in memory: reuse, room, and what dead runs leave."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from torchtitan_rl_ft.run_folder import ProcessId
 from torchtitan_rl_ft.weights.holder.files import (
     HolderFiles,
     HolderRuns,
+    MemoryRemoved,
     NoMemory,
     note_pieces,
     noted_pieces,
@@ -216,3 +218,16 @@ def test_a_folder_that_another_holder_removes_meanwhile_is_made_anew(tmp_path, m
     monkeypatch.undo()
     with pytest.raises(HolderRuns):
         HolderFiles(settings(tmp_path)).open(timeout_s=0.2)
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["removed", "made anew"])
+async def test_a_folder_that_somebody_removes_ends_its_holder(files, anew):
+    """All that it were to hold from now on would fail, for as long as it lived."""
+    watching = asyncio.create_task(files.watch(every_s=0.01))
+    await asyncio.sleep(0.05)
+    assert not watching.done()
+    shutil.rmtree(files.folder)
+    if anew:
+        HolderFiles(files._settings).open()
+    with pytest.raises(MemoryRemoved, match="relay-0 was removed"):
+        await watching

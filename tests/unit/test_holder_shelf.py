@@ -1,6 +1,7 @@
 """The versions of a holder: what it gives up, and when; what it finds again."""
 
 import asyncio
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -261,3 +262,18 @@ async def test_a_next_life_finds_nothing_of_use(make):
     assert again.held == []
     assert not version.folder.exists()
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["source", "relay"])
+async def test_a_file_that_is_cut_short_is_of_no_use_to_the_next_life(make, checks, kind):
+    """To look at what is missing would end each next life too."""
+    shelf, key = make(kind), Key(1, "t")
+    if kind == "source":
+        version = await offer(shelf, key)
+    else:
+        version = await get(shelf, key, checks)
+    os.truncate(version.file.path, len(IMAGE.header))
+    again = make(kind)
+    await again.restore()
+    assert again.held == []
+    assert not version.folder.exists()

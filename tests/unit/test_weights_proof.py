@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,20 @@ def test_damaged_weights_give_no_proof(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(data)
     with pytest.raises(WeightsInvalid, match="sha256"):
         make_proofs(path, [CPU])
+
+
+def test_weights_that_are_damaged_while_they_are_read_give_no_proof(tmp_path: Path) -> None:
+    """A proof of them would refuse every engine that loads the right ones."""
+    path = published(tmp_path / "m")
+
+    def damaging(chunks: Iterable[Any]) -> str:
+        with open(path / "model.safetensors", "r+b") as f:
+            f.seek(-1, os.SEEK_END)
+            f.write(b"\x01")
+        return cpu_hash(chunks)
+
+    with pytest.raises(WeightsInvalid, match="sha256"):
+        make_proofs(path, [EngineLayout("float32", 1, damaging)])
 
 
 def test_witness_proof_for_what_cannot_be_derived(tmp_path: Path) -> None:

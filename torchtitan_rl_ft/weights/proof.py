@@ -26,8 +26,10 @@ from torchtitan_rl_ft.weights.engine_parameters import (
 from torchtitan_rl_ft.weights.manifest import (
     FolderTensors,
     Manifest,
+    WeightsInvalid,
     open_tensors,
     read_and_verify,
+    read_manifest,
 )
 
 _THREADS = 8
@@ -85,10 +87,16 @@ def make_proofs(
 ) -> tuple[Manifest, dict[EngineLayout, Proof]]:
     """Verify a published folder byte by byte and derive what engines of each layout have to show.
 
+    Verified last: bytes that are damaged before or meanwhile are found, so no proof is of them,
+    which would have every engine refused that loads the right ones.
+
     Reads all weights: run it in a thread. Raises WeightsInvalid, OSError.
     """
-    manifest = read_and_verify(path, finite=True)
-    return manifest, {layout: derive_proof(path, manifest, layout) for layout in set(layouts)}
+    manifest = read_manifest(path)
+    proofs = {layout: derive_proof(path, manifest, layout) for layout in set(layouts)}
+    if read_and_verify(path, finite=True) != manifest:
+        raise WeightsInvalid(f"{path} was replaced while it was read")
+    return manifest, proofs
 
 
 def derive_proof(path: Path, manifest: Manifest, layout: EngineLayout) -> Proof:

@@ -11,7 +11,7 @@ from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.run_folder import TOKEN_ENV
 from torchtitan_rl_ft.weights.holder.agent import NixlError, NixlUnavailable
 from torchtitan_rl_ft.weights.holder.directory import Replaced
-from torchtitan_rl_ft.weights.holder.files import HolderRuns, NotOwned
+from torchtitan_rl_ft.weights.holder.files import HolderRuns, MemoryRemoved, NotOwned
 from torchtitan_rl_ft.weights.holder.process import serve
 from torchtitan_rl_ft.weights.holder.receive import WornOut
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings
@@ -34,7 +34,7 @@ def main() -> int:
     except NixlUnavailable as e:
         print(f"torchtitan: error: holder {settings.name}: {e}", file=sys.stderr)
         return ExitCode.CONFIG
-    except (NixlError, HolderRuns, NotOwned, Replaced, WornOut, OSError) as e:
+    except (NixlError, HolderRuns, MemoryRemoved, NotOwned, Replaced, WornOut, OSError) as e:
         print(f"torchtitan: error: holder {settings.name}: {e}", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.DONE

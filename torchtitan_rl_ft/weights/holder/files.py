@@ -3,6 +3,7 @@ to be used again, whose pages are there already."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -30,6 +31,8 @@ PIECES_FILE = "pieces.jsonl"
 SPARES = 1
 """Files that are kept for the next version; the others are removed."""
 
+WATCH_S = 1.0
+
 _SPARE = "spare-"
 _UNFINISHED = ".unfinished-"
 _SEGMENTS = "ucx_shm_posix_*"  # of UCX, which a predecessor was killed too early to unlink
@@ -47,6 +50,10 @@ class HolderRuns(Exception):
 
 class NotOwned(Exception):
     """Somebody else could read or change what is in the memory of this user's runs."""
+
+
+class MemoryRemoved(Exception):
+    """Somebody has removed this holder's folder: what it holds has no name any more."""
 
 
 class HolderFiles:
@@ -86,6 +93,14 @@ class HolderFiles:
                     return lock
             os.close(lock)
         return None
+
+    async def watch(self, every_s: float = WATCH_S) -> None:
+        """For as long as the folder is there. Raises MemoryRemoved: a new process makes it again,
+        and has its versions anew."""
+        with contextlib.suppress(FileNotFoundError):
+            while os.path.samestat(os.fstat(self._lock), os.stat(self.folder / LOCK_FILE)):
+                await asyncio.sleep(every_s)
+        raise MemoryRemoved(f"{self.folder} was removed by somebody")
 
     # Versions ---------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ RECEIVES_AT_ONCE = 24
 
 
 async def serve(settings: HolderSettings, token: str) -> None:
-    """Until SIGTERM or SIGINT. Raises NixlUnavailable, NixlError, HolderRuns, Replaced, WornOut,
-    OSError."""
+    """Until SIGTERM or SIGINT. Raises NixlUnavailable, NixlError, HolderRuns, MemoryRemoved,
+    Replaced, WornOut, OSError."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
@@ -90,7 +90,8 @@ async def serve(settings: HolderSettings, token: str) -> None:
         await shelf.restore()
         launch.announce(settings, url)
         logger.info("%s %s answers at %s (%s)", settings.kind, settings.name, url, version)
-        ends = [asyncio.create_task(e) for e in (stop.wait(), reporter.run(url), receiver.wear())]
+        lives = (stop.wait(), reporter.run(url), receiver.wear(), files.watch())
+        ends = [asyncio.create_task(life) for life in lives]
         for task in ends:
             stack.callback(task.cancel)
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -173,7 +173,7 @@ class Shelf:
         """Take up what an earlier life of this holder left, as far as its bytes are right."""
         for key, folder in self._files.found().items():
             try:
-                version = Version(key, folder, read_image(folder / WEIGHTS_FILE), self._mappings)
+                version = Version(key, folder, _whole_image(folder), self._mappings)
             except (ImageInvalid, ValueError, OSError) as e:
                 logger.warning("%s is of no use: %s", folder, e)
                 shutil.rmtree(folder)
@@ -218,6 +218,14 @@ class Shelf:
 def _same(known: dict[Key, Version], key: Key, image: Image) -> Version | None:
     version = known.get(key)
     return version if version and version.image.layout_digest == image.layout_digest else None
+
+
+def _whole_image(folder: Path) -> Image:
+    """To look at what a file lacks would end the process (SIGBUS). Raises OSError, ImageInvalid."""
+    image, found = read_image(folder / WEIGHTS_FILE), (folder / WEIGHTS_FILE).stat().st_size
+    if found != image.nbytes:
+        raise ImageInvalid(f"its file has {found} bytes, the image {image.nbytes}")
+    return image
 
 
 def _manifest_digest(version: Version) -> str | None:
