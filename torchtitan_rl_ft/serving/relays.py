@@ -231,6 +231,8 @@ class Relay:
                     return self._fetched(wanted, asking.result())
                 except HolderError as e:
                     self._refused(wanted, e)
+                    if end - site.clock() < TELLS_WHY_S:  # too little for another try
+                        raise TransportFailed(self.problem) from e
                     await asyncio.sleep(RETRY_S)
                 finally:
                     asking.cancel()
