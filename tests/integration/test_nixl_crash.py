@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import mmap
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from fakes.nixl_peer import FAILED
+from integration.holder_faults import Seen, caught_half_way, file_of, until, until_pushes
 from integration.holder_site import TOKEN, Holder, Policy, Site, holder_site
 
 from torchtitan_rl_ft.config.weights import WeightsSection
@@ -43,66 +43,13 @@ pytestmark = [pytest.mark.row("D10"), pytest.mark.timeout(180)]
 
 OVER = pytest.mark.parametrize("tls", ["", "tcp"], ids=["default", "tcp"])
 MIB = 24
-SLOWER_S, LONGEST_SLICE_S = 0.0001, 0.002
 PATIENT_S = 20.0  # of a receiver that is told by its holder when to give up
-
-
-class Seen:
-    """What of a policy is in a file by now."""
-
-    def __init__(self, path: Path, policy: Policy) -> None:
-        self._policy = policy
-        with open(path, "rb") as f:
-            self._map = mmap.mmap(f.fileno(), policy.image.nbytes, prot=mmap.PROT_READ)
-
-    @property
-    def whole(self) -> bool:
-        return self._map[:] == self._policy.data
-
-    def probes(self) -> int:
-        """Of 64 places in the file, where it is the policy's."""
-        size = 64
-        step = (self._policy.image.nbytes - size) // 63
-        at = [i * step for i in range(64)]
-        return sum(self._map[i : i + size] == self._policy.data[i : i + size] for i in at)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s, "it did not come to that"
-        await asyncio.sleep(0.0005)
 
 
 def noted(holder: Holder) -> int:
     """Pieces that it has checked of the version that it gets."""
     lines = holder.settings.folder.glob("step-*/pieces.jsonl")
     return sum(path.read_text().count("\n") - 1 for path in lines)
-
-
-def file_of(holder: Holder) -> Path | None:
-    return next(holder.settings.folder.glob("step-*/model.safetensors"), None)
-
-
-async def caught_half_way(site: Site, giver: Holder, taker: Holder, policy: Policy) -> asyncio.Task:
-    """`taker` fetches, and `giver` is stopped while it pushes: some is there, not all. Returns the
-    fetch."""
-    fetching = asyncio.create_task(site.fetch(taker, policy))
-    await until(lambda: fetching.done() or file_of(taker) is not None)
-    assert not fetching.done(), fetching.result()
-    path = file_of(taker)
-    assert path is not None
-    seen, slice_s = Seen(path, policy), 0.0
-    giver.stop()
-    while seen.probes() <= 4:  # in slow motion: all of it takes 10 ms
-        assert not fetching.done(), fetching.result()
-        giver.thaw()
-        time.sleep(slice_s)
-        giver.stop()
-        await asyncio.sleep(0.001)
-        slice_s = min(slice_s + SLOWER_S, LONGEST_SLICE_S)
-    assert seen.probes() < 64, "the push was over: a larger image is needed"
-    return fetching
 
 
 async def givers(site: Site, policy: Policy, count: int, tls: str) -> list[Holder]:
@@ -161,26 +108,6 @@ def test_a_receiver_that_dies_between_two_pieces_does_not_end_its_holder(tmp_pat
     assert ended.stdout.split() == ["failed", "done"] * cycles, ended.stderr[-2000:]
 
 
-@OVER
-async def test_a_frozen_receiver_holds_nobody_up_and_goes_on_later(tmp_path, tls):
-    policy = Policy.make(MIB)
-    async with holder_site(tmp_path) as site:
-        [source] = await givers(site, policy, 1, tls)
-        frozen = await site.start("relay-0", "relay", ucx_tls=tls)
-        other = await site.start("relay-1", "relay", ucx_tls=tls)
-        fetching = await caught_half_way(site, source, frozen, policy)
-        frozen.stop()
-        source.thaw()
-        await site.fetch(other, policy)
-        path = file_of(other)
-        assert path is not None and path.read_bytes() == policy.data
-        frozen.thaw()
-        await fetching
-        path = file_of(frozen)
-        assert path is not None and path.read_bytes() == policy.data
-        assert source.child.returncode is None and frozen.child.returncode is None
-
-
 # The sender -----------------------------------------------------------------------------------
 
 
@@ -200,39 +127,6 @@ async def test_a_holder_that_dies_costs_what_it_has_not_pushed_yet(tmp_path, tls
         assert sum(fetched.bytes_from.values()) == policy.image.nbytes  # nothing came twice
         status = await taker.client.status(5.0)
         assert status["fetches"] == {"done": 1, "failed": 0, "abandoned": 1}
-
-
-@OVER
-async def test_a_frozen_holder_is_left_and_writes_nothing_when_it_wakes(tmp_path, tls):
-    policy = Policy.make(MIB)
-    async with holder_site(tmp_path) as site:
-        holders = await givers(site, policy, 2, tls)
-        taker = await site.start("relay-2", "relay", ucx_tls=tls)
-        first = _least_used(site, holders)
-        fetching = await caught_half_way(site, first, taker, policy)
-        fetched = await fetching
-        assert set(fetched.bytes_from) == {h.name for h in holders}
-        path = file_of(taker)
-        assert path is not None and path.read_bytes() == policy.data
-        # What the frozen one has begun, and all that it would go on with, is the same policy: only
-        # in a file that holds something else by now would it be seen.
-        mark = b"\xa5" * policy.image.nbytes
-        path.write_bytes(mark)
-        first.thaw()
-        await until_pushes(first, ("failed",))
-        assert path.read_bytes() == mark
-        assert taker.child.returncode is None and first.child.returncode is None
-
-
-async def until_pushes(holder: Holder, ended: tuple[str, ...], limit_s: float = 30.0) -> None:
-    """Until one has ended in one of these ways."""
-    end_s = time.monotonic() + limit_s
-    while True:
-        pushes = (await holder.client.status(5.0))["pushes"]
-        if any(pushes[how] for how in ended):
-            return
-        assert time.monotonic() < end_s, pushes
-        await asyncio.sleep(0.05)
 
 
 def _least_used(site: Site, holders: list[Holder]) -> Holder:
