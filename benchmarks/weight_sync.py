@@ -1,7 +1,8 @@
-"""How fast weights reach engines: holders over UCX against other ways, in one run.
+"""How fast weights reach engines, all on one host (loopback figures): UCX against other ways.
 
     python benchmarks/weight_sync.py [--megabytes 64 256 512 1024 2048] [--receivers 1 2 4 8]
-        [--repeats 3] [--memory-folder /dev/shm] [--quick] [--verify] [--out FILE]
+        [--repeats 3] [--memory-folder /dev/shm] [--huge-folder DIR] [--quick] [--verify]
+        [--out FILE]
 
 One trainer rank offers a version to its source; 1 to 8 relays get it from there and from one
 another, and check every byte. Beside it, unchecked: a memcpy of one thread, the bare library (one
@@ -13,12 +14,13 @@ short; what is checked costs CPU, so with few cores many receivers are slower th
 them. The picture is beside FILE.
 
 A hop is from relay to relay. The first relay also makes the manifest: a sha256 of every tensor, on
-all cores, which takes longer than the transfer. A copy between processes goes page by page: with a
-tmpfs of huge pages (`mount -t tmpfs -o huge=within_size`) as --memory-folder it is twice as fast.
+all cores, which takes longer than the transfer. A copy between processes goes page by page: over
+huge pages it is twice as fast. --huge-folder: a tmpfs that has them (`mount -t tmpfs -o
+huge=within_size`), for one more row of hops.
 
-Aims: one hop at half the speed of memcpy (same-host copy) and of the bare library, no slower than a
-socket (TCP), N receivers in at most 1 + log2(N) times the time of one, a stall of at most half of
-that of disk.
+Aims, each at the largest size that was measured: one hop at half the speed of memcpy (same-host
+copy) and of the bare library, no slower than a socket (TCP), N receivers in at most 1 + log2(N)
+times the time of one, a stall of at most half of that of disk.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,19 @@ from torchtitan_rl_ft.weights.publisher import publish  # noqa: E402
 CMA, TCP = "holders", "holders, tcp"
 ALONE = "holders, relays give nothing"
 HOP, TCP_HOP = "relay to relay", "relay to relay, tcp"
+HUGE_HOP = "relay to relay, huge pages"
 BARE, TCP_BARE = "bare library", "bare library, tcp"
+RATIOS = {
+    "hop_to_memcpy": (HOP, "memcpy", 0.5),
+    "hop_of_huge_pages_to_memcpy": (HUGE_HOP, "memcpy", 0.5),
+    "hop_to_bare_library": (HOP, BARE, 0.5),
+    "hop_to_socket": (HOP, "socket", 1.0),
+    "tcp_hop_to_socket": (TCP_HOP, "socket", 1.0),
+    "tcp_hop_to_bare_library": (TCP_HOP, TCP_BARE, 0.5),
+    "first_hop_to_sha256": (CMA, "sha256", 1.0),
+}
+"""What of which way, and how much of it is the aim."""
+
 TENSOR_BYTES = 4 << 20
 HELD = 2
 """Versions that every holder has memory for."""
@@ -111,9 +126,15 @@ def disk_stall_s(tensors: dict[str, torch.Tensor], folder: Path, repeats: int) -
     return statistics.median(took)
 
 
-def hops(made: dict[str, holders.Site], nbytes: int, repeats: int) -> dict[str, Sample]:
+def hops(
+    made: dict[str, holders.Site], nbytes: int, repeats: int, huge_folder: str | None
+) -> dict[str, Sample]:
     """From relay to relay, and the library alone."""
     found = {}
+    if huge_folder is not None:
+        weights = WeightsSection(memory_folder=huge_folder)
+        site = replace(made[CMA], weights=weights)
+        found[HUGE_HOP] = crew.median(holders.measure_hops(site, repeats))
     for way, hop, alone in ((CMA, HOP, BARE), (TCP, TCP_HOP, TCP_BARE)):
         found[hop] = crew.median(holders.measure_hops(made[way], repeats))
         found[alone] = crew.median(bare.bare(nbytes, made[way].weights, repeats))
@@ -121,7 +142,11 @@ def hops(made: dict[str, holders.Site], nbytes: int, repeats: int) -> dict[str, 
 
 
 def measure(
-    megabytes: list[int], receivers: list[int], repeats: int, memory_folder: str
+    megabytes: list[int],
+    receivers: list[int],
+    repeats: int,
+    memory_folder: str,
+    huge_folder: str | None,
 ) -> tuple[Rows, dict[str, float], list[str]]:
     """Medians, stalls in seconds (of the largest size), and what was left out."""
     rows: Rows = {}
@@ -141,8 +166,10 @@ def measure(
                     rows[name, size, n] = crew.median(crew.measure(make(), n, repeats))
                     show(name, size, n, rows[name, size, n])
                 made = sites(folder, nbytes, memory_folder)
-                if n == receivers[0]:
-                    for name, sample in hops(made, nbytes, repeats).items():
+                if n == receivers[0] and not fits(nbytes, 2):
+                    left_out.append(f"{size} MB from relay to relay: not enough memory")
+                elif n == receivers[0]:
+                    for name, sample in hops(made, nbytes, repeats, huge_folder).items():
                         rows[name, size, 1] = sample
                         show(name, size, 1, sample)
                 for name, site in made.items():
@@ -168,24 +195,32 @@ def show(name: str, size: int, n: int, sample: Sample) -> None:
     )
 
 
+def ratio(rows: Rows, size: int, way: str, of: str) -> float | None:
+    """Speed of `way` to one receiver as a multiple of that of `of`; None: one was not measured."""
+    if (way, size, 1) not in rows or (of, size, 1) not in rows:
+        return None
+    return rows[of, size, 1].all_s / rows[way, size, 1].all_s
+
+
+def ratios(rows: Rows) -> dict[str, Any]:
+    """Of one hop, by size."""
+    cells = []
+    for size in sorted({s for _, s, _ in rows}):
+        found = [ratio(rows, size, way, of) for way, of, _ in RATIOS.values()]
+        cells.append([str(size), *("" if x is None else f"{x:.2f}" for x in found)])
+    head = ["MB", *(name.replace("_", " ") for name in RATIOS)]
+    return {"title": "Speed of one hop as a multiple, by size", "head": head, "rows": cells}
+
+
 def aims_of(rows: Rows, stalls: dict[str, float]) -> dict[str, Aim]:
     found = {"stall_to_disk": Aim(stalls["holders_s"] / stalls["disk_s"], 0.5)}
-    sizes = [s for name, s, n in rows if (name, n) == (CMA, 1)]
-    if not sizes:
-        return found
-    size = max(sizes)
-    one = {name: sample.all_s for (name, s, n), sample in rows.items() if (s, n) == (size, 1)}
-
-    def speed(way: str, of: str, aim: float) -> Aim:
-        return Aim(one[of] / one[way], aim, at_most=False)
-
-    found["hop_to_memcpy"] = speed(HOP, "memcpy", 0.5)
-    found["hop_to_bare_library"] = speed(HOP, BARE, 0.5)
-    found["hop_to_socket"] = speed(HOP, "socket", 1.0)
-    found["tcp_hop_to_socket"] = speed(TCP_HOP, "socket", 1.0)
-    found["tcp_hop_to_bare_library"] = speed(TCP_HOP, TCP_BARE, 0.5)
-    found["first_hop_to_sha256"] = speed(CMA, "sha256", 1.0)
-    most, of = max((n, s) for name, s, n in rows if name == CMA and s in sizes)
+    for name, (way, of, aim) in RATIOS.items():
+        by_size = {s: ratio(rows, s, way, of) for w, s, _ in rows if w == way}
+        told = {s: value for s, value in by_size.items() if value is not None}
+        if told:
+            found[name] = Aim(told[max(told)], aim, at_most=False)
+    both = {(n, s) for name, s, n in rows if name == CMA and (CMA, s, 1) in rows}
+    most, of = max(both, default=(1, 0))
     if most > 1:
         growth = rows[CMA, of, most].all_s / rows[CMA, of, 1].all_s
         found[f"{most}_receivers_to_one"] = Aim(growth, 1 + math.log2(most))
@@ -215,6 +250,7 @@ def main() -> int:
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory-folder", default=WeightsSection().memory_folder)
+    parser.add_argument("--huge-folder")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -222,14 +258,16 @@ def main() -> int:
     sizes, receivers, repeats = args.megabytes, args.receivers, args.repeats
     if args.quick:
         sizes, receivers, repeats = sizes[:1], receivers[:2], min(repeats, 2)
-    rows, stalls, left_out = measure(sorted(sizes), sorted(receivers), repeats, args.memory_folder)
+    rows, stalls, left_out = measure(
+        sorted(sizes), sorted(receivers), repeats, args.memory_folder, args.huge_folder
+    )
     for line in left_out:
         print(f"left out: {line}")
     aims = aims_of(rows, stalls)
     figures: dict[str, Any] = {"stall": stalls, "left_out": left_out}
     if args.out is not None:
         shown = {n: {"value": a.value, "aim": a.aim, "met": a.met} for n, a in aims.items()}
-        found = {"figures": figures, "tables": [table(rows)], "aims": shown}
+        found = {"figures": figures, "tables": [ratios(rows), table(rows)], "aims": shown}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
         plot.save(rows, args.out.with_suffix(".png"))
     return finish("weight_sync", figures, aims, verify=args.verify)

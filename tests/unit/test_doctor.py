@@ -14,6 +14,7 @@ from torchtitan_rl_ft.config.resolve import Resolved, resolve_overrides
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.exit_codes import ExitCode
 from torchtitan_rl_ft.roles import doctor
+from torchtitan_rl_ft.weights.transports.pages import Mount, has_huge_pages
 from torchtitan_rl_ft.weights.transports.probe import Probe
 
 WORKS = Probe(None, 0.7, "1.23.0")
@@ -137,6 +138,41 @@ def test_memory(tmp_path: Path) -> None:
     told = doctor.memory(WeightsSection(memory_folder="/proc"))
     assert told.ok is None
     assert "/proc (proc)" in told.text
+
+
+@pytest.mark.parametrize(
+    ("shmem", "options", "huge"),
+    [
+        ("always [never] deny force", "rw,size=6g", False),
+        ("always [never] deny force", "rw,huge=within_size,size=6g", True),
+        ("[always] never deny force", "rw,huge=never", False),
+        ("always never [deny] force", "rw,huge=always", False),
+        ("always never deny [force]", "rw", True),
+        (None, "rw,huge=always", False),
+    ],
+)
+def test_whether_memory_has_huge_pages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shmem: str | None,
+    options: str,
+    huge: bool,
+) -> None:
+    setting = tmp_path / "shmem_enabled"
+    if shmem is not None:
+        setting.write_text(f"{shmem}\n")
+    mount = Mount("tmpfs", options)
+    assert has_huge_pages(mount, setting) is huge
+    monkeypatch.setattr(doctor, "mount_of", lambda folder: mount)
+    monkeypatch.setattr(doctor, "has_huge_pages", lambda mount: has_huge_pages(mount, setting))
+    told = doctor.pages(WeightsSection(memory_folder=str(tmp_path)))
+    assert told.ok is (True if huge else None)
+    assert ("huge=within_size" in told.mend) is not huge
+
+
+def test_only_a_tmpfs_is_asked_for_its_pages(tmp_path: Path) -> None:
+    for folder in (tmp_path / "no", Path("/proc")):
+        assert doctor.pages(WeightsSection(memory_folder=str(folder))).text.endswith("is no tmpfs")
 
 
 @pytest.mark.parametrize(

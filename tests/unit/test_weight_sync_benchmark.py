@@ -5,7 +5,7 @@ import pytest
 from benchmarks import weight_sync
 from benchmarks.weight_paths import plot
 from benchmarks.weight_paths.crew import Sample, median
-from benchmarks.weight_sync import BARE, CMA, HOP, TCP, TCP_BARE, TCP_HOP, aims_of, table
+from benchmarks.weight_sync import BARE, CMA, HOP, TCP, TCP_BARE, TCP_HOP, aims_of, ratios, table
 
 
 def sample(all_s):
@@ -47,6 +47,17 @@ def test_aims_are_ratios_of_one_run():
     }
     assert all(a.met for a in aims.values())
     assert aims["8_receivers_to_one"].aim == 4.0
+
+
+def test_what_was_not_measured_is_left_empty_and_is_no_aim():
+    told = ratios(ROWS)
+    assert told["rows"] == [
+        ["64", "", "", "", "", "", "", ""],
+        ["2048", "0.60", "", "0.80", "2.00", "1.25", "0.75", "1.50"],
+    ]
+    assert len(told["head"]) == 8
+    some = {key: x for key, x in ROWS.items() if key[1] == 64 and key[2] == 1}
+    assert set(aims_of(some, STALLS)) == {"stall_to_disk"}
 
 
 def test_the_table_and_the_picture_show_every_row(tmp_path):

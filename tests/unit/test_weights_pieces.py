@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torchtitan_rl_ft.weights.holder.piece_digest import piece_digest
 from torchtitan_rl_ft.weights.image import Image, ImageInvalid
 from torchtitan_rl_ft.weights.pieces import (
+    SMALL_FRACTION,
     Piece,
     clip,
     contains,
@@ -75,7 +76,7 @@ def test_a_tensor_that_is_not_small_begins_a_piece(image, piece_bytes):
     cuts = cut(image, [(0, image.nbytes)], piece_bytes)
     starts, ends = {c[0] for c in cuts}, {c[1] for c in cuts}
     for span in image.tensors.values():
-        if span.end - span.start >= max(1, piece_bytes // 8):
+        if span.end - span.start >= max(1, piece_bytes // SMALL_FRACTION):
             assert {span.start} <= starts and {span.end} <= ends
     assert len(image.header) in starts | {image.nbytes}
 

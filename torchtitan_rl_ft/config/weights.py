@@ -27,7 +27,8 @@ class WeightsSection:
     """TCP ports on which UCX listens (UCX_TCP_PORT_RANGE). Empty: any."""
 
     memory_folder: str = "/dev/shm"
-    """A file system in memory (tmpfs) in which versions are held: two for each holder."""
+    """A file system in memory (tmpfs) in which versions are held: two for each holder. With huge
+    pages it is faster (`torchtitan doctor` says whether it has them, and how to)."""
 
     piece_mb: int = 32
     """What is pushed and checked at a time; pieces that came whole stay when a later one fails."""

@@ -26,6 +26,7 @@ from torchtitan_rl_ft.weights.transports.facts import (
     gather,
     port_problem,
 )
+from torchtitan_rl_ft.weights.transports.pages import has_huge_pages, mount_of
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
 
 PACKAGE = "torchtitan_rl_ft"
@@ -74,6 +75,7 @@ def examine(resolved: Resolved) -> Iterator[Finding]:
     yield network(weights)
     yield ports(weights, resolved.sections.fault_tolerance.ranks_per_group)
     yield memory(weights)
+    yield pages(weights)
     yield copies_between_processes(weights, tried)
 
 
@@ -169,7 +171,7 @@ def memory(weights: WeightsSection) -> Finding:
     folder = Path(weights.memory_folder)
     if not folder.is_dir():
         return Finding("memory", False, f"there is no {folder}", "set weights.memory_folder")
-    kind, size = _file_system(folder), psutil.disk_usage(str(folder)).total
+    kind, size = mount_of(folder).kind, psutil.disk_usage(str(folder)).total
     free = free_bytes(str(folder))
     told = f"{folder} ({kind}): {free / 1e9:.1f} of {size / 1e9:.1f} GB free"
     if kind not in IN_MEMORY:
@@ -178,15 +180,19 @@ def memory(weights: WeightsSection) -> Finding:
     return Finding("memory", True, told)
 
 
-def _file_system(folder: Path) -> str:
-    resolved = str(folder.resolve())
-    mounts = psutil.disk_partitions(all=True)
-    over = [m for m in mounts if resolved == m.mountpoint or _is_below(resolved, m.mountpoint)]
-    return max(over, key=lambda m: len(m.mountpoint)).fstype if over else "unknown"
-
-
-def _is_below(path: str, mountpoint: str) -> bool:
-    return path.startswith(mountpoint.rstrip("/") + "/")
+def pages(weights: WeightsSection) -> Finding:
+    folder = Path(weights.memory_folder)
+    if not folder.is_dir() or (mount := mount_of(folder)).kind != "tmpfs":
+        return Finding("pages", None, f"{folder} is no tmpfs")
+    if has_huge_pages(mount):
+        return Finding("pages", True, f"{folder} has huge pages")
+    return Finding(
+        "pages",
+        None,
+        f"{folder} has small pages, over which one host's processes copy at half the speed",
+        "as root: mkdir -p /mnt/weights && mount -t tmpfs -o huge=within_size,mode=1777 tmpfs "
+        '/mnt/weights, and weights.memory_folder = "/mnt/weights"',
+    )
 
 
 def copies_between_processes(weights: WeightsSection, tried: Probe) -> Finding:

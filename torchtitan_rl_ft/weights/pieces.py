@@ -14,8 +14,8 @@ from torchtitan_rl_ft.weights.image import Image
 
 Range = tuple[int, int]
 
-SMALL_FRACTION = 8
-"""Tensors below an eighth of a piece share one with their neighbours."""
+SMALL_FRACTION = 4
+"""Tensors below a quarter of a piece share one with their neighbours."""
 
 
 DIGEST_CHARS = 32

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan_rl_ft.weights.holder.agent import Agent, NixlError
 from torchtitan_rl_ft.weights.holder.client import Offer
+from torchtitan_rl_ft.weights.holder.pace import Pace
 from torchtitan_rl_ft.weights.pieces import Range, total
 
 logger = logging.getLogger(__name__)
@@ -198,6 +199,8 @@ class _Push:
         start, end = piece
         limit_s = self._clock() + self._stall_timeout_s
         local, remote = self._memory.address + start, self._offer.address + start
+        pace = Pace(POLL_S, self._sleep)
+        pace.begin()
         handle = agent.write(local, remote, end - start, peer, note_of(piece))
         try:
             while not agent.is_done(handle):
@@ -208,7 +211,8 @@ class _Push:
                         f"the receiver took no piece for {self._stall_timeout_s:g} s "
                         f"([{start}, {end}))"
                     )
-                self._sleep(POLL_S)
+                pace.wait()
+                pace.begin()
         finally:
             agent.release(handle)
         self.written.append(piece)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from torchtitan_rl_ft.weights.holder.agent import Agent, AgentAhead, NixlError
 from torchtitan_rl_ft.weights.holder.client import NOTHING_WRITTEN, HolderError, Offer
 from torchtitan_rl_ft.weights.holder.mapping import Mappings
+from torchtitan_rl_ft.weights.holder.pace import Pace
 from torchtitan_rl_ft.weights.holder.push import range_of
 from torchtitan_rl_ft.weights.holder.versions import Version
 from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
@@ -22,6 +22,10 @@ from torchtitan_rl_ft.weights.pieces import Piece, Range, merge
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.0002
+"""While the holder connects: it needs a few answers, one after the other."""
+
+LATER_POLL_S = 0.001
+"""When pieces come: each look costs as much as a tenth of the copy of a piece."""
 
 CLOSE_DELAY_S = 0.1
 """Making and dropping agents takes 15 ms, in which the library lets no other thread go on. After a
@@ -65,12 +69,16 @@ class Landing:
 
     def watch(self, arrived: Callable[[Range], None]) -> None:
         """Call `arrived` for each piece that is written, until `close` or `abandon`. Blocks."""
+        pace = Pace(POLL_S)
         while not self._closing.is_set():
+            pace.begin()
             notes = self._agent.notes()
             for note in notes:
                 arrived(_piece(note))
-            if not notes:
-                time.sleep(POLL_S)
+            if notes:
+                pace.nap_s = LATER_POLL_S
+            else:
+                pace.wait()
 
     def stop_watching(self) -> None:
         self._closing.set()
