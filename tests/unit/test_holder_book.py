@@ -2,11 +2,14 @@
 
 import asyncio
 
+import aiohttp
 import pytest
 
+from torchtitan_rl_ft.rpc import server
 from torchtitan_rl_ft.serving.changes import Changes
 from torchtitan_rl_ft.serving.directory import Directory, Held, Report
 from torchtitan_rl_ft.serving.holder_book import HolderBook
+from torchtitan_rl_ft.serving.holder_routes import HolderRoutes
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.pieces import Piece
 
@@ -61,3 +64,27 @@ async def test_waits_for_different_parts_do_not_end_each_other(book):
     book.returned(first.id, True, None)
     [second] = await asyncio.wait_for(waiting.pop(), LIMIT_S)
     assert sorted([*first.ranges, *second.ranges]) == [(0, 50), (50, 100)]
+
+
+LEASE = '{"name": "relay-0", "step": 1, "token": "a", "missing": [[0, %s]], "timeout_s": %s}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("lease", LEASE % ("Infinity", 0)),
+        ("lease", LEASE % (9, "9" * 400)),
+        ("lease", LEASE % ("null", 0)),
+        ("lease", "[" * 200_000),
+        ("returned", '{"lease": 1, "ok": true}'),
+    ],
+    ids=["endless", "too late", "no end", "too deep", "no lease"],
+)
+async def test_what_is_no_request_is_refused_as_such(book, path, body):
+    url, runner = await server.start(server.make_app("t", HolderRoutes(book).table()))
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": "Bearer t"}) as http,
+        http.post(f"{url}/v1/holders/{path}", data=body) as response,
+    ):
+        assert (response.status, "error" in await response.json()) == (400, True)
+    await runner.cleanup()

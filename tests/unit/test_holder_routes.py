@@ -120,6 +120,9 @@ async def test_every_route_needs_the_token(tmp_path, kind):
         ("/v1/fetch", FETCH, {"timeout_s": -1}, 400),
         ("/v1/fetch", FETCH, {"nbytes": "many"}, 400),
         ("/v1/pieces", VERSION, {"ranges": [[0, IMAGE.nbytes + 1]]}, 400),
+        ("/v1/pieces", VERSION, {"ranges": [[0, float("inf")]]}, 400),
+        ("/v1/pieces", VERSION, {"step": float("inf")}, 400),
+        ("/v1/fetch", FETCH, {"timeout_s": 10**400}, 400),
     ],
 )
 async def test_bad_requests_are_refused_and_nothing_is_written(bench, path, good, bad, status):

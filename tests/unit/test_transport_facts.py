@@ -1,5 +1,6 @@
 """What the machine says of a transport, before NIXL is tried."""
 
+import os
 import socket
 from contextlib import ExitStack
 
@@ -10,7 +11,12 @@ from torchtitan_rl_ft.config.resolve import resolve_overrides
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host.ports import free_of, free_port
 from torchtitan_rl_ft.weights.transports import facts
-from torchtitan_rl_ft.weights.transports.facts import address_problem, gather, port_problem
+from torchtitan_rl_ft.weights.transports.facts import (
+    address_problem,
+    gather,
+    memory_problem,
+    port_problem,
+)
 
 
 def test_holders_answer_at_addresses_of_this_machine():
@@ -34,6 +40,14 @@ def test_every_relay_and_every_rank_needs_ports():
     assert problem == (
         f"weights.ucx_port_range = '{first}-{first + 9}' has 8 free ports, 10 are needed: 4 for "
         "each relay, 2 for each rank of a group"
+    )
+
+
+def test_versions_need_a_folder_that_can_be_written_to(tmp_path, monkeypatch):
+    assert memory_problem(str(tmp_path)) is None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write nearly anywhere
+    assert memory_problem(str(tmp_path)) == (
+        f"{tmp_path} (weights.memory_folder) is read-only, or not for this user to write to"
     )
 
 

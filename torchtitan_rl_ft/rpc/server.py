@@ -30,7 +30,7 @@ async def json_body(request: web.Request) -> dict[str, Any]:
     """Raises RequestError (400)."""
     try:
         body = await request.json()
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:  # the latter: nested too deep
         raise RequestError(400, f"body is not JSON: {e}") from e
     if not isinstance(body, dict):
         raise RequestError(400, "body is not a JSON object")

@@ -42,7 +42,7 @@ class HolderRoutes:
             name, key = str(body["name"]), _key(body)
             missing = [_range(r) for r in body["missing"]]
             timeout_s = float(body["timeout_s"])
-        except (KeyError, ValueError, TypeError) as e:
+        except (KeyError, ValueError, TypeError, OverflowError) as e:
             raise _not_understood(e) from e
         try:
             leases = await self._book.lease(
@@ -85,7 +85,7 @@ def _report(body: dict[str, Any]) -> Report:
             str(body["host"]),
             tuple(_held(h) for h in body["held"]),
         )
-    except (KeyError, ValueError, TypeError, AttributeError) as e:
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as e:
         raise _not_understood(e) from e
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import os
+import sys
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ class Routes:
         version = self._version(_key(body))
         try:
             offer = Offer.from_json(body)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OverflowError) as e:
             raise RequestError(400, f"not memory to push into: {type(e).__name__}: {e}") from e
         parts = self._parts_for(body, version, offer)
         stall_timeout_s = min(_seconds(body, "stall_timeout_s"), MAX_STALL_S)
@@ -239,7 +239,7 @@ def _key(fields: Any) -> Key:
     """Raises RequestError."""
     try:
         return Key(int(fields["step"]), str(fields["token"]))
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, OverflowError) as e:
         raise RequestError(400, f"no version is named: step and token ({e})") from e
 
 
@@ -253,17 +253,17 @@ def _field(body: dict[str, Any], name: str, kind: Any) -> Any:
 
 def _seconds(body: dict[str, Any], name: str) -> float:
     """Raises RequestError: a limit that never ends is none."""
-    value = float(_field(body, name, (int, float)))
-    if not (0 < value < math.inf):
+    value = _field(body, name, (int, float))
+    if not (0 < value <= sys.float_info.max):
         raise RequestError(400, f"{name} is {value}: a number of seconds above 0")
-    return value
+    return float(value)
 
 
 def _ranges(body: dict[str, Any], image: Image) -> list[Range]:
     """Byte ranges inside the image. Raises RequestError."""
     try:
         ranges = [(int(start), int(end)) for start, end in body["ranges"]]
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, OverflowError) as e:
         raise RequestError(400, f"ranges: {type(e).__name__}: {e}") from e
     for start, end in ranges:
         if not 0 <= start < end <= image.nbytes:

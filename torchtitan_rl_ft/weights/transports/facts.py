@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -57,7 +58,11 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
 
 def memory_problem(folder: str) -> str | None:
     """Why no version can be held there, or None."""
-    return None if Path(folder).is_dir() else f"there is no {folder} (weights.memory_folder)"
+    if not Path(folder).is_dir():
+        return f"there is no {folder} (weights.memory_folder)"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} (weights.memory_folder) is read-only, or not for this user to write to"
+    return None
 
 
 def address_problem(host: str) -> str | None:
