@@ -1,12 +1,14 @@
 """Folders of versions in memory: reuse, room, and what dead runs leave."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -93,6 +95,18 @@ def test_too_little_memory_is_said_before_it_is_taken(files):
         files.take(Key(1, "t"), too_much, [(0, too_much)])
     assert not list(files.folder.glob("*step*"))
     files.take(Key(1, "t"), SIZE, ALL)
+
+
+def test_room_for_the_weights_alone_is_too_little(files, monkeypatch):
+    """A file of an earlier version needs no more memory; what is noted beside it does."""
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(NoMemory, match=r"no room for step 1 .* see weights.memory_folder"):
+        files.take(Key(1, "t"), SIZE, ALL)
+    assert not list(files.folder.glob("*step*"))
 
 
 def test_memory_that_the_file_system_promises_but_nobody_has_is_not_taken(files, monkeypatch):

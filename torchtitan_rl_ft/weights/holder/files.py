@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -132,8 +133,12 @@ class HolderFiles:
             line = json.dumps({"step": key.step, "token": key.token})
             (temp / PIECES_FILE).write_text(f"{line}\n")
             temp.rename(folder)
-        except BaseException:
+        except BaseException as e:
             shutil.rmtree(temp, ignore_errors=True)
+            if isinstance(e, OSError) and e.errno == errno.ENOSPC:  # of a small file
+                raise NoMemory(
+                    f"{self.folder} has no room for {key}: {e}; see weights.memory_folder"
+                ) from None
             raise
         return folder
 
