@@ -372,20 +372,21 @@ def test_an_engine_killed_while_it_takes_a_version_holds_nobody_up_and_the_next_
     faults.kill(before["engine-1"])
     job.wait_for(lambda: installed(job, "engine-0") >= version, "the update to end")
     over = next(e for e in job.events(Kind.INSTALL, subject="engine-0") if e.version >= version)
-    assert over.mono_s - killed_s < 5.0
     retired = {"subject": "engine-1", "new": "retired"}
     job.wait_for(lambda: job.since(killed_s, Kind.TRANSITION, **retired), "it to be retired")
 
     installs = {"kind": Kind.INSTALL, "subject": "engine-1"}
     job.wait_for(lambda: job.since(killed_s, **installs), "the next one", START_LIMIT_S)
     (ready,) = job.since(killed_s, Kind.READY, subject="engine-1")
+    assert over.mono_s < ready.mono_s, "nobody waited for the next engine"
     install = job.since(killed_s, **installs)[0]
     assert install.data["transport"] == "nixl"
     assert install.version >= max(e.version for e in job.published() if e.mono_s < ready.mono_s)
     # Outside any update round: as soon as it is up, from its relay, which has it.
     installing = {"subject": "engine-1", "new": "installing"}
     began = job.since(ready.mono_s - 0.5, Kind.TRANSITION, **installing)[0]
-    assert began.mono_s - ready.mono_s < 1.0
+    rounds = [e for e in job.published() if ready.mono_s < e.mono_s < began.mono_s]
+    assert len(rounds) < 2, "it waited for no round"
     assert job.wait_fetched(install.step)["relay-1"].mono_s <= install.mono_s
     took_s = install.mono_s - ready.mono_s
     print(f"engine-1 held version {install.version} {took_s:.2f} s after it was up")

@@ -11,6 +11,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -70,15 +71,33 @@ def test_the_others_updates_take_no_longer_while_an_engine_is_replaced(rounds: R
     in three has to show it: all engines share the machine's cores."""
     tries = []
     for _ in range(3):
-        usual_s, meanwhile_s = replace_engine_1(rounds)
-        tries.append((usual_s, meanwhile_s))
-        if meanwhile_s <= 1.2 * usual_s:
+        tries.append(replacement := replace_engine_1(rounds))
+        if replacement.is_unnoticed and replacement.is_one_transfer:
             return
-    raise AssertionError(f"engine-0's updates: usually, and while engine-1 was replaced: {tries}")
+    raise AssertionError(f"engine-0's updates, and engine-1's first one: {tries}")
 
 
-def replace_engine_1(rounds: Rounds) -> tuple[float, float]:
-    """Medians of engine-0's updates: with engine-1 beside it, and while that was replaced."""
+@dataclass(frozen=True)
+class Replacement:
+    """`usual_s`, `meanwhile_s`: medians of engine-0's updates, with engine-1 beside it and while
+    that was replaced; `longest_s`: of all of them; `took_s`: until the new engine-1 had the
+    version, once it was up."""
+
+    usual_s: float
+    meanwhile_s: float
+    longest_s: float
+    took_s: float
+
+    @property
+    def is_unnoticed(self) -> bool:
+        return self.meanwhile_s <= 1.2 * self.usual_s
+
+    @property
+    def is_one_transfer(self) -> bool:
+        return self.took_s <= self.longest_s
+
+
+def replace_engine_1(rounds: Rounds) -> Replacement:
     role = rounds.role
     first, victim = role.engines()
     relays = relay_pids(role)
@@ -106,10 +125,9 @@ def replace_engine_1(rounds: Rounds) -> tuple[float, float]:
         f"{len(meanwhile)} rounds in which engine-1 was replaced; that had it {took_s:.3f} s after "
         "it was up"
     )
-    assert took_s <= max(usual + meanwhile), "one transfer, at once"
     assert role.engines()[0]["pid"] == first["pid"]
     assert relay_pids(role) == relays
-    return usual_s, meanwhile_s
+    return Replacement(usual_s, meanwhile_s, max(usual + meanwhile), took_s)
 
 
 def relay_pids(role: ServingRole) -> list[int]:
