@@ -129,6 +129,25 @@ async def test_a_holder_that_dies_costs_what_it_has_not_pushed_yet(tmp_path, tls
         assert status["fetches"] == {"done": 1, "failed": 0, "abandoned": 1}
 
 
+@OVER
+async def test_a_trainer_that_is_started_anew_goes_on_from_another_address(tmp_path, tls):
+    policy = Policy.make(MIB)
+    async with holder_site(tmp_path) as site:
+        [first] = await givers(site, policy, 1, tls)
+        taker = await site.start("relay-0", "relay", ucx_tls=tls)
+        fetching = await caught_half_way(site, first, taker, policy)
+        first.kill()
+        await first.child.wait()
+        second = await site.start(first.name, "source", ucx_tls=tls)
+        assert second.client.url != first.client.url
+        await site.offer(second, policy)
+        fetched = await fetching
+        assert Path(fetched.path, "model.safetensors").read_bytes() == policy.data
+        assert fetched.bytes_from == {first.name: policy.image.nbytes}  # nothing came twice
+        pushed = (await second.client.status(5.0))["pushes"]["bytes"]
+        assert 0 < pushed < policy.image.nbytes
+
+
 def _least_used(site: Site, holders: list[Holder]) -> Holder:
     """Whom the directory names first."""
     used = {h["name"]: h["used"] for h in site.book.to_json()["holders"]}
