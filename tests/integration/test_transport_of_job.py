@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -15,6 +16,9 @@ from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.models.tiny import make_tiny_model
 from torchtitan_rl_ft.roles import transport
 from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.run_folder import ProcessId
+from torchtitan_rl_ft.weights.holder.files import HolderFiles
+from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.transports.facts import gather, image_bytes
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
 
@@ -105,6 +109,25 @@ def test_a_session_that_goes_on_keeps_its_transport(
         assert decided.get(transport.KEY) == choice.transport == in_use
         assert "goes on" in choice.reason
         assert transport.decide(disk, Session(disk))[1].transport == "disk", "it takes folders too"
+    assert transport.decide(strict, Session(strict))[1].transport == "nixl", "no room is needed"
     monkeypatch.setattr(Session, "transport_in_use", lambda _: "disk")
     with pytest.raises(ConfigError, match=r"weight_transport = 'nixl'.* has no relays"):
         transport.decide(strict, Session(strict))
+
+
+def test_what_a_killed_run_left_in_memory_keeps_none_from_the_next(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    weights = WeightsSection(memory_folder=str(memory))
+    dead = ProcessId(pid=ProcessId.current().pid, start_time=1.0)
+    left, used = (
+        HolderSettings("relay-0", "relay", f"run-{n}", weights, owner, serving_url="http://x")
+        for n, owner in enumerate((dead, ProcessId.current()))
+    )
+    for settings in (used, left):
+        files = HolderFiles(settings)
+        files.open()
+        os.close(files._lock)  # as its end does
+    resolved = job(tmp_path, weights__memory_folder=str(memory))
+    transport.decide(resolved, Session(resolved))
+    assert (used.folder.exists(), left.folder.exists()) == (True, False)

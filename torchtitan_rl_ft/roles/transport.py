@@ -5,6 +5,8 @@ from __future__ import annotations
 from torchtitan_rl_ft.config.errors import ConfigError
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.roles.session import Session
+from torchtitan_rl_ft.weights.holder.leftovers import remove_leftovers
+from torchtitan_rl_ft.weights.holder.settings import user_memory
 from torchtitan_rl_ft.weights.transports.choice import Choice, Facts, TransportUnavailable, choose
 from torchtitan_rl_ft.weights.transports.facts import gather
 
@@ -21,9 +23,11 @@ def decide(resolved: Resolved, session: Session) -> tuple[Resolved, Choice]:
         if wanted == "nixl":
             raise ConfigError(f"{resolved.where(KEY)}: {reason}: end it first, or use auto")
         choice = Choice("disk", reason)
-    elif in_use == "nixl" and wanted == "auto":
+    elif in_use == "nixl":  # its relays have the memory and the ports that a job needs free
         choice = Choice("nixl", f"serving of session {session.folder.id} goes on")
     else:
+        if wanted != "disk":  # runs that were killed as a whole keep no memory from this one
+            remove_leftovers(user_memory(resolved.sections.weights.memory_folder))
         try:
             choice = choose(wanted, gather(resolved) if wanted != "disk" else Facts(None))
         except TransportUnavailable as e:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from torchtitan_rl_ft.run_folder import write_atomic
 from torchtitan_rl_ft.weights.holder.leftovers import (
     LOCK_FILE,
     OWNER_FILE,
@@ -78,9 +79,9 @@ class HolderFiles:
             shutil.rmtree(unfinished)
         for segment in self.folder.glob(_SEGMENTS):
             segment.unlink()
-        owner = json.dumps(asdict(self._settings.owner))
-        (self.folder / OWNER_FILE).write_text(owner)
         remove_leftovers(user_memory(self._settings.weights.memory_folder))
+        owner = json.dumps(asdict(self._settings.owner))
+        write_atomic(self.folder / OWNER_FILE, owner.encode())  # without it, it would stay for ever
 
     def _taken(self) -> int | None:
         """The folder's lock; None when it is not to be had now, or when the folder, of a dead
