@@ -32,6 +32,7 @@ from torchtitan_rl_ft.weights.holder.launch import Start
 from torchtitan_rl_ft.weights.holder.settings import HolderSettings
 from torchtitan_rl_ft.weights.image import WEIGHTS_FILE, Image
 from torchtitan_rl_ft.weights.manifest import read_manifest
+from torchtitan_rl_ft.weights.proof import make_proofs
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 LIMIT_S = 30.0
@@ -422,6 +423,42 @@ async def test_a_relay_that_does_not_stay_up_ends_serving(
                 await pool.service.run_until_failed()
         assert failed.value.in_vain == (told == "refused")
         assert "relay-0 (weights.holders)" in str(failed.value)
+
+
+@pytest.mark.parametrize("start", HOLDERS.values(), ids=HOLDERS)
+async def test_a_policy_that_is_damaged_at_a_relay_before_it_has_a_number_comes_again(
+    tmp_path: Path, model: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer, whose policy is right, is told to ask again, not that it is refused."""
+    damaged: list[Path] = []
+
+    def damaging(path: Path, layouts: Any) -> Any:
+        if not damaged:
+            damaged.append(path)
+            with open(path / WEIGHTS_FILE, "r+b") as f:
+                f.seek(-1, os.SEEK_END)
+                byte = f.read(1)[0]
+                f.seek(-1, os.SEEK_END)
+                f.write(bytes([byte ^ 1]))
+        return make_proofs(path, layouts)
+
+    monkeypatch.setattr("torchtitan_rl_ft.serving.releases.make_proofs", damaging)
+    async with (
+        open_pool(tmp_path, model, weights={}, start_holder=start, engines=1) as pool,
+        source(pool, start=start) as trainer,
+    ):
+        await ready(pool)
+        folder = policy(pool, 1)
+        await trainer.offer(folder)
+        status, answer = await publish(pool, folder)
+        assert status == 503
+        assert "differs from its sha256" in answer["error"] and str(damaged[0]) in answer["error"]
+        async with asyncio.timeout(LIMIT_S):
+            while status == 503:  # its last life may not be over
+                status, answer = await publish(pool, folder)
+        assert (status, answer.get("version")) == (200, 1), answer
+        await pool.until(lambda: serving(pool, 1) == 1, LIMIT_S)
+        assert len(pool.seen("ready", subject="relay-0")) == 2
 
 
 # Bad input ----------------------------------------------------------------------------------------

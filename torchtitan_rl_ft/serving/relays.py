@@ -355,6 +355,12 @@ class Relays:
         found = {r.name: r.holds(key) for r in self._relays}
         return {name: fetched for name, fetched in found.items() if fetched is not None}
 
+    def distrust(self, key: Key, path: Path) -> None:
+        """What is in `path`, where a relay holds it, is damaged: that one gets it anew."""
+        for relay in self._relays:
+            if (held := relay.holds(key)) is not None and Path(held.path) == path:
+                relay.distrust()
+
     async def first(self, key: Key, deadline_s: float) -> Fetched:
         """As soon as a relay holds it; it is the newest wanted one. Raises TransportFailed,
         WeightsLost, WeightsInvalid when it is not what was announced."""

@@ -18,7 +18,7 @@ from torchtitan_rl_ft.serving.shared import Shared, Target
 from torchtitan_rl_ft.serving.versions import VersionStore
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.image import Image
-from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid
+from torchtitan_rl_ft.weights.manifest import Manifest, WeightsInvalid, WeightsNotFinite
 from torchtitan_rl_ft.weights.proof import Proof, make_proofs
 from torchtitan_rl_ft.weights.reading import read_in_thread
 from torchtitan_rl_ft.weights.transports.base import Release, TransportFailed, WeightsLost
@@ -236,6 +236,10 @@ class Releases:
         try:
             manifest, proofs = await read_in_thread(self._prove, path)
         except (WeightsInvalid, OSError, ValueError) as e:
+            if asked.path is None and not isinstance(e, (WeightsNotFinite, ValueError)):
+                assert self._relays is not None
+                self._relays.distrust(asked.key, path)  # other holders may have it whole
+                raise PublishLate(f"step {step} not published yet: {e}") from e
             raise PublishRefused(f"step {step} not published: {e}") from e
         if asked.manifest_digest and manifest.digest != asked.manifest_digest:
             raise PublishRefused(f"{path} holds another manifest than {asked.manifest_digest}")

@@ -31,6 +31,10 @@ class WeightsInvalid(Exception):
     """A weights folder is incomplete, or does not hold what its manifest says."""
 
 
+class WeightsNotFinite(WeightsInvalid):
+    """They are what was published, and no engine can use them."""
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor of a policy. `dtype` is safetensors' name ("F32", "BF16", ...), `sha256` is over
@@ -143,7 +147,7 @@ def read_and_verify(directory: Path, *, contents: bool = True, finite: bool = Fa
     """Read a weights folder and compare it with its manifest.
 
     Names, dtypes, shapes and sizes always; bytes by sha256 with `contents`; NaN and infinity
-    with `finite`. Raises WeightsInvalid naming the first tensor that differs.
+    with `finite`. Raises WeightsInvalid naming the first tensor that differs, WeightsNotFinite.
     """
     manifest = read_manifest(directory)
     with open_tensors(directory, manifest) as tensors:
@@ -152,7 +156,7 @@ def read_and_verify(directory: Path, *, contents: bool = True, finite: bool = Fa
             if contents and hashlib.sha256(raw).hexdigest() != entry.sha256:
                 raise WeightsInvalid(f"{directory}: tensor {name} differs from its sha256")
             if finite and has_non_finite(raw, entry.dtype):
-                raise WeightsInvalid(f"{directory}: tensor {name} has NaN or infinite values")
+                raise WeightsNotFinite(f"{directory}: tensor {name} has NaN or infinite values")
     return manifest
 
 
