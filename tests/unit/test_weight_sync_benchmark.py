@@ -39,7 +39,9 @@ def test_aims_are_ratios_of_one_run():
         "stall_to_disk": 0.1,
         "hop_to_memcpy": 0.6,  # of the largest size
         "hop_to_socket": 2.0,
+        "hop_to_socket_at_worst_size": 2.0,
         "tcp_hop_to_socket": 1.25,
+        "tcp_hop_to_socket_at_worst_size": 1.25,
         "hop_to_bare_library": 0.8,
         "tcp_hop_to_bare_library": 0.75,
         "first_hop_to_sha256": 1.5,
@@ -47,6 +49,14 @@ def test_aims_are_ratios_of_one_run():
     }
     assert all(a.met for a in aims.values())
     assert aims["8_receivers_to_one"].aim == 4.0
+
+
+def test_a_hop_is_slower_than_a_socket_at_no_size():
+    small = {**ROWS, (TCP_HOP, 64, 1): sample(0.05)}
+    aims = aims_of(small, STALLS)
+    assert aims["tcp_hop_to_socket"].met
+    assert aims["tcp_hop_to_socket_at_worst_size"].value == pytest.approx(0.8)
+    assert not aims["tcp_hop_to_socket_at_worst_size"].met
 
 
 def test_what_was_not_measured_is_left_empty_and_is_no_aim():
