@@ -207,7 +207,8 @@ def ratios(rows: Rows) -> dict[str, Any]:
     cells = []
     for size in sorted({s for _, s, _ in rows}):
         found = [ratio(rows, size, way, of) for way, of, _ in RATIOS.values()]
-        cells.append([str(size), *("" if x is None else f"{x:.2f}" for x in found)])
+        if any(x is not None for x in found):
+            cells.append([str(size), *("" if x is None else f"{x:.2f}" for x in found)])
     head = ["MB", *(name.replace("_", " ") for name in RATIOS)]
     return {"title": "Speed of one hop as a multiple, by size", "head": head, "rows": cells}
 

@@ -62,7 +62,6 @@ def test_a_hop_is_slower_than_a_socket_at_no_size():
 def test_what_was_not_measured_is_left_empty_and_is_no_aim():
     told = ratios(ROWS)
     assert told["rows"] == [
-        ["64", "", "", "", "", "", "", ""],
         ["2048", "0.60", "", "0.80", "2.00", "1.25", "0.75", "1.50"],
     ]
     assert len(told["head"]) == 8
