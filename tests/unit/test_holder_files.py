@@ -234,6 +234,15 @@ def test_a_folder_that_another_holder_removes_meanwhile_is_made_anew(tmp_path, m
         HolderFiles(settings(tmp_path)).open(timeout_s=0.2)
 
 
+def test_a_version_that_somebody_removed_is_no_spare(files):
+    """Its holder goes on with the next one."""
+    gone = files.take(Key(1, "t"), SIZE, ALL)
+    shutil.rmtree(gone)
+    files.release(gone)
+    files.release(files.take(Key(2, "t"), SIZE, ALL))
+    assert [p.name for p in files.folder.glob("spare-*")] == ["spare-1"]
+
+
 @pytest.mark.parametrize("anew", [False, True], ids=["removed", "made anew"])
 async def test_a_folder_that_somebody_removes_ends_its_holder(files, anew):
     """All that it were to hold from now on would fail, for as long as it lived."""

@@ -144,7 +144,9 @@ class HolderFiles:
         return folder
 
     def release(self, folder: Path) -> None:
-        """The version is not needed any more, its file may be used again."""
+        """The version is not needed any more, its file may be used again, if nobody removed it."""
+        if not folder.exists():
+            return
         number = 1 + max((int(s.name.removeprefix(_SPARE)) for s in self._spares()), default=0)
         for file in folder.iterdir():
             if file.name != WEIGHTS_FILE:
