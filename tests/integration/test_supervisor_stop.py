@@ -16,6 +16,9 @@ from torchtitan_rl_ft.run_folder import ProcessId, RunFolder
 
 pytestmark = pytest.mark.timeout(120)
 
+MEMBERS = 8
+"""Lighthouse, serving, its relay, two engines, rollout, two trainers."""
+
 
 @pytest.fixture
 def job(tmp_path, request):
@@ -58,7 +61,7 @@ def left_after(job, timeout_s):
     return left
 
 
-@pytest.mark.parametrize(("kind", "n"), [(Kind.RUN, 1), (Kind.SPAWN, 7)])
+@pytest.mark.parametrize(("kind", "n"), [(Kind.RUN, 1), (Kind.SPAWN, MEMBERS)])
 def test_interrupted_start_is_clean(job, kind, n):
     run_until(job, kind, n)
     job.send_signal(signal.SIGINT)
@@ -71,8 +74,8 @@ def test_interrupted_start_is_clean(job, kind, n):
 @pytest.mark.scenario("Z-1")
 @pytest.mark.parametrize("job", [("--rollout.retain_ttl", "0")], indirect=True)
 def test_killed_supervisor_takes_roles_and_engines_with_it(job):
-    run_until(job, Kind.SPAWN, 7)
-    assert len(job.footprint.processes) >= 7
+    run_until(job, Kind.SPAWN, MEMBERS)
+    assert len(job.footprint.processes) >= MEMBERS
     job.kill()
     job.wait()
     assert left_after(job, 5.0) == []
