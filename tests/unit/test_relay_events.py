@@ -10,7 +10,7 @@ from run_events import Log
 from torchtitan_rl_ft.observability.events import Kind
 from torchtitan_rl_ft.observability.outages import outages
 from torchtitan_rl_ft.observability.run_members import Members
-from torchtitan_rl_ft.observability.slots import slots_of
+from torchtitan_rl_ft.observability.slots import Slots
 
 
 def a_run_with_a_relay_that_dies() -> Log:
@@ -44,7 +44,11 @@ def test_a_relay_is_a_process_with_restarts_of_its_own_kind() -> None:
 def test_it_is_no_place_of_work_and_its_loss_no_outage() -> None:
     log = a_run_with_a_relay_that_dies()
     assert outages(log.events) == []
-    assert set(slots_of(log.events).slots) == {"trainer-0", "engine-0"}
+    work = Slots()
+    for event in log.events:
+        work.add(event)
+    work.settle()
+    assert set(work.slots) == {"trainer-0", "engine-0"}
 
 
 def test_it_ends_with_serving() -> None:
