@@ -35,8 +35,8 @@ BACKEND = "UCX"
 MEMORY = "DRAM"
 DONE, UNDER_WAY = "DONE", "PROC"
 
-PROTOCOLS = "put/offload/zcopy,put/am/bcopy,am/egr/single/bcopy*,am/egr/multi/bcopy,reconfig"
-"""What of UCX's protocols holders use: large writes, and small messages. For every connection UCX
+PROTOCOLS = "put/offload/*,put/am/bcopy,am/egr/single/bcopy*,am/egr/multi/bcopy,reconfig"
+"""What of UCX's protocols holders use: writes, and small messages. For every connection UCX
 tries all that it has, and looks at the network devices once for each: this makes it three times as
 fast to connect (2 ms, not 9)."""
 
