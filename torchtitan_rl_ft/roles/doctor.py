@@ -189,7 +189,7 @@ def pages(weights: WeightsSection) -> Finding:
     return Finding(
         "pages",
         None,
-        f"{folder} has small pages, over which one host's processes copy at half the speed",
+        f"{folder} has small pages: one host's processes copy slower than they could",
         "as root: mkdir -p /mnt/weights && mount -t tmpfs -o huge=within_size,mode=1777 tmpfs "
         '/mnt/weights, and weights.memory_folder = "/mnt/weights"',
     )
