@@ -45,7 +45,9 @@ def trainers(events: list[Event]) -> dict[str, list[tuple[float, float]]]:
     for event in events:
         subject = event.data.get("subject")
         if event.kind is Kind.EXIT and subject in began:
-            del began[subject]
+            since_s, step, voted = began.pop(subject)
+            if voted and step in trained[subject]:  # killed while it published, say
+                found[subject].append((since_s, event.mono_s))
         if event.kind is not Kind.PHASE or event.role != "trainer":
             continue
         name = event.name
