@@ -3,7 +3,9 @@ stand-in with a real ledger (run_host.py).
 
     python trainers_job.py [--probed] [--section.key VALUE ...]
 
-With `--probed` the ranks obey orders (probed_job.py), under their real launchers.
+With `--probed` the ranks obey orders (probed_job.py), under their real launchers. Policies are
+folders: no relay asks for what sources hold, and no serving role looks after their memory when the
+job is killed.
 """
 
 from __future__ import annotations
@@ -38,4 +40,5 @@ def role_specs(sections: Sections, folder: RunFolder) -> list[RoleSpec]:
 
 if __name__ == "__main__":
     real_specs, job.role_specs = job.role_specs, role_specs
-    sys.exit(cli.main(["run", "rl_ft_debug.toml", *(a for a in sys.argv[1:] if a != PROBED)]))
+    given = [a for a in sys.argv[1:] if a != PROBED]
+    sys.exit(cli.main(["run", "rl_ft_debug.toml", "--rollout.weight_transport", "disk", *given]))
