@@ -19,7 +19,7 @@ from torchtitan_rl_ft.config.sections import Sections
 
 # Sections whose field in the trainer config has another name, and those without a field.
 _FIELDS = {"profiling": "profiler"}
-_WITHOUT_FIELD = {"job", "model", "observability", "otel", "chaos"}
+_WITHOUT_FIELD = {"job", "model", "observability", "otel", "chaos", "weights"}
 
 _FLAT_OPTIMIZER = ("name", "lr", "beta1", "beta2", "eps", "weight_decay")
 
