@@ -68,6 +68,10 @@ async def get(shelf, key, checks):
     return version
 
 
+async def have(shelf, kind, key, checks):
+    return await offer(shelf, key) if kind == "source" else await get(shelf, key, checks)
+
+
 async def test_a_source_holds_what_its_rank_wrote(make, tmp_path):
     shelf = make("source")
     (tmp_path / "config.json").write_text("{}")
@@ -231,10 +235,7 @@ async def test_what_nobody_goes_on_with_makes_room(make, checks):
 @pytest.mark.parametrize("kind", ["source", "relay"])
 async def test_the_next_life_takes_up_what_is_right(make, checks, kind):
     shelf, key = make(kind), Key(1, "t")
-    if kind == "source":
-        version = await offer(shelf, key)
-    else:
-        version = await get(shelf, key, checks)
+    version = await have(shelf, kind, key, checks)
     again = make(kind)
     await again.restore()
     assert again[key].pieces == version.pieces
@@ -268,10 +269,7 @@ async def test_a_next_life_finds_nothing_of_use(make):
 async def test_a_file_that_is_cut_short_is_of_no_use_to_the_next_life(make, checks, kind):
     """To look at what is missing would end each next life too."""
     shelf, key = make(kind), Key(1, "t")
-    if kind == "source":
-        version = await offer(shelf, key)
-    else:
-        version = await get(shelf, key, checks)
+    version = await have(shelf, kind, key, checks)
     os.truncate(version.file.path, len(IMAGE.header))
     again = make(kind)
     await again.restore()

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from torchtitan_rl_ft.weights.holder.exchange import NoAnswer, exchange
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.pieces import Piece, Range, piece_from_json
 
@@ -79,8 +80,7 @@ class HolderClient:
     """Every call has a limit; none is repeated here. Raises HolderError."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, token: str) -> None:
-        self._http, self.url = http, url
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._http, self.url, self._token = http, url, token
 
     async def fetch(
         self,
@@ -151,20 +151,14 @@ class HolderClient:
         return await self._ask("GET", "/v1/status", timeout_s)
 
     async def _ask(self, method: str, path: str, timeout_s: float, **kwargs: Any) -> dict[str, Any]:
-        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._http.request(
-                method, self.url + path, headers=self._headers, timeout=limit, **kwargs
-            ) as response:
-                answer = await response.json(content_type=None)
-                if response.status != 200:
-                    raise HolderError(_message(answer, response.status), response.status)
-        except TimeoutError:
-            raise HolderError(f"no answer from {self.url}{path} within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, ValueError) as e:
-            raise HolderError(f"{self.url}{path}: {type(e).__name__}: {e}") from e
-        if not isinstance(answer, dict):
-            raise HolderError(f"{self.url}{path}: answer not understood: {answer!r:.200}")
+            status, answer = await exchange(
+                self._http, method, self.url + path, self._token, timeout_s, **kwargs
+            )
+        except NoAnswer as e:
+            raise HolderError(str(e)) from e
+        if status != 200:
+            raise HolderError(_message(answer, status), status)
         return answer
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 
 from torchtitan_rl_ft.weights.holder.client import SUPERSEDED
+from torchtitan_rl_ft.weights.holder.exchange import NoAnswer, exchange
 from torchtitan_rl_ft.weights.holder.settings import Key
 from torchtitan_rl_ft.weights.pieces import Range, merge
 
@@ -52,8 +53,7 @@ class DirectoryClient:
     def __init__(
         self, http: aiohttp.ClientSession, find_url: Callable[[], str | None], token: str
     ) -> None:
-        self._http, self._find_url = http, find_url
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._http, self._find_url, self._token = http, find_url, token
 
     async def report(self, body: dict[str, Any], timeout_s: float) -> Answer:
         """Raises Replaced."""
@@ -112,20 +112,14 @@ class DirectoryClient:
         url = self._find_url()
         if url is None:
             raise DirectoryError("serving has no address yet")
-        limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._http.post(
-                url + path, json=body, headers=self._headers, timeout=limit
-            ) as response:
-                answer = await response.json(content_type=None)
-                if response.status != 200:
-                    raise _Refused(f"{path}: {answer!r:.300}", response.status)
-        except TimeoutError:
-            raise DirectoryError(f"no answer from {url}{path} within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, ValueError) as e:
-            raise DirectoryError(f"{url}{path}: {type(e).__name__}: {e}") from e
-        if not isinstance(answer, dict):
-            raise DirectoryError(f"{path}: answer not understood: {answer!r:.200}")
+            status, answer = await exchange(
+                self._http, "POST", url + path, self._token, timeout_s, json=body
+            )
+        except NoAnswer as e:
+            raise DirectoryError(str(e)) from e
+        if status != 200:
+            raise _Refused(f"{path}: {answer!r:.300}", status)
         return answer
 
 
