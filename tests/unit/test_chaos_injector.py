@@ -46,6 +46,8 @@ time.sleep(600)
 """
 """A group of two ranks, with their sources."""
 
+RELAY = "import time; print('up', flush=True); time.sleep(600)"
+
 
 class Run:
     """A run folder with stand-ins for its processes."""
@@ -197,7 +199,7 @@ def source_of(trainer: ProcessId, rank: str) -> psutil.Process:
 
 def test_holders_of_weights(run: Run) -> None:
     run.start()
-    trainer, relay = run.spawn("trainer-0", TRAINER), run.spawn("relay-0")
+    trainer, relay = run.spawn("trainer-0", TRAINER), run.spawn("relay-0", RELAY)
     first, second = (source_of(trainer, f"trainer-0.{rank}") for rank in range(2))
     lines = [
         "kill source of trainer-0.1 at step 1",
