@@ -569,9 +569,8 @@ async def test_a_library_that_does_not_work_is_one_clear_error(tmp_path):
     broken = tmp_path / "broken" / "nixl_cu13"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('libucp.so.0: cannot open')")
-    settings = HolderSettings(
-        "relay-0", "relay", "r", WeightsSection(), ProcessId.current(), serving_url="http://x"
-    )
+    weights, owner = WeightsSection(memory_folder=str(tmp_path)), ProcessId.current()
+    settings = HolderSettings("relay-0", "relay", "r", weights, owner, serving_url="http://x")
     path = os.pathsep.join([str(broken.parent), *(p for p in sys.path if p)])
     child = launch.start(
         settings, token=TOKEN, log=tmp_path / "log", env={**os.environ, "PYTHONPATH": path}
