@@ -39,13 +39,18 @@ async def test_a_version_goes_from_two_ranks_through_one_relay_to_others(tmp_pat
         assert set(found[1].bytes_from) == {"relay-0"}
 
 
+async def offered(site, policy):
+    """A source that has it, and a relay that has nothing yet."""
+    source = await site.start("trainer-0.0", "source")
+    await site.offer(source, policy)
+    site.want(policy)
+    return source, await site.start("relay-0", "relay")
+
+
 async def test_a_relay_that_is_started_again_has_what_it_had(tmp_path):
     policy = Policy.make(3)
     async with holder_site(tmp_path) as site:
-        source = await site.start("trainer-0.0", "source")
-        await site.offer(source, policy)
-        site.want(policy)
-        relay = await site.start("relay-0", "relay")
+        source, relay = await offered(site, policy)
         before = await site.fetch(relay, policy)
         for holder in (source, relay):
             holder.kill()
@@ -88,10 +93,7 @@ async def test_versions_take_two_files_in_turns(tmp_path):
 async def test_wrong_checksums_name_the_tensor_and_the_rest_comes_from_another(tmp_path):
     policy = Policy.make(3)
     async with holder_site(tmp_path) as site:
-        source = await site.start("trainer-0.0", "source")
-        await site.offer(source, policy)
-        site.want(policy)
-        relay = await site.start("relay-0", "relay")
+        source, relay = await offered(site, policy)
         path = Path((await site.fetch(relay, policy)).path, "model.safetensors")
         span = policy.image.tensors["layer.001"]
         with open(path, "r+b") as f:

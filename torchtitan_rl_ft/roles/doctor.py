@@ -22,9 +22,9 @@ from torchtitan_rl_ft.weights.holder.agent import NixlUnavailable, nixl_version
 from torchtitan_rl_ft.weights.transports.choice import TransportUnavailable, choose
 from torchtitan_rl_ft.weights.transports.facts import (
     address_problem,
-    free_bytes,
     gather,
     port_problem,
+    room,
 )
 from torchtitan_rl_ft.weights.transports.pages import has_huge_pages, mount_of
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
@@ -172,7 +172,7 @@ def memory(weights: WeightsSection) -> Finding:
     if not folder.is_dir():
         return Finding("memory", False, f"there is no {folder}", "set weights.memory_folder")
     kind, size = mount_of(folder).kind, psutil.disk_usage(str(folder)).total
-    free = free_bytes(str(folder))
+    free = room(str(folder))
     told = f"{folder} ({kind}): {free / 1e9:.1f} of {size / 1e9:.1f} GB free"
     if kind not in IN_MEMORY:
         mend = "no file system in memory: weights go over a disk (weights.memory_folder)"

@@ -58,6 +58,12 @@ class MemoryRemoved(Exception):
     """Somebody has removed this holder's folder: what it holds has no name any more."""
 
 
+def free_bytes(folder: str | Path) -> int:
+    """What is in a file system in memory is memory: it may promise more than there is, and the
+    kernel then kills processes. Raises OSError."""
+    return min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
+
+
 class HolderFiles:
     """Raises OSError, throughout."""
 
@@ -177,9 +183,7 @@ class HolderFiles:
             if there >= nbytes:
                 return
             needed = sum(end - start for start, end in ranges)
-            stat = os.statvfs(self.folder)
-            # The file system may promise more than there is: the kernel then kills processes.
-            free = min(stat.f_bavail * stat.f_frsize, psutil.virtual_memory().available)
+            free = free_bytes(self.folder)
             try:
                 if needed - there > free:
                     raise NoMemory

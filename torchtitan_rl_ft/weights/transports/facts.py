@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import socket
 from pathlib import Path
-
-import psutil
 
 from torchtitan_rl_ft.config.debug_mode import DebugMode, debug_mode
 from torchtitan_rl_ft.config.resolve import Resolved
 from torchtitan_rl_ft.config.weights import WeightsSection
 from torchtitan_rl_ft.host.ports import free_of
+from torchtitan_rl_ft.weights.holder.files import free_bytes
 from torchtitan_rl_ft.weights.tensor_files import TensorFile, TensorFileError
 from torchtitan_rl_ft.weights.transports.choice import Facts, copies_held
 from torchtitan_rl_ft.weights.transports.probe import Probe, probe
@@ -51,7 +49,7 @@ def gather(resolved: Resolved, tried: Probe | None = None) -> Facts:
             str(resolved.get("training.dtype")),
         ),
         copies_held(weights.holders, groups.replica_groups),
-        free_bytes(weights.memory_folder),
+        room(weights.memory_folder),
         weights.memory_folder,
     )
 
@@ -88,11 +86,10 @@ def port_problem(weights: WeightsSection, ranks: int) -> str | None:
     )
 
 
-def free_bytes(folder: str) -> int:
-    """What is in a file system in memory is memory: both have to have room. 0 where it cannot be
-    told."""
+def room(folder: str) -> int:
+    """Bytes that are free there; 0 where it cannot be told."""
     try:
-        return min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
+        return free_bytes(folder)
     except OSError:
         return 0
 
